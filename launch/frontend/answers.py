@@ -33,7 +33,10 @@ class PlacedLogprobs:
 
 
 class BeamOutput(msgspec.Struct, gc=False):
-    """One output of a beam search; ``score`` and ``logprob`` as of Hypothesis."""
+    """One output of a beam search; ``score`` and ``logprob`` as of Hypothesis.
+
+    ``text`` and ``texts`` as of OutputDelta.
+    """
 
     text: str
     token_ids: list[int]
@@ -41,6 +44,7 @@ class BeamOutput(msgspec.Struct, gc=False):
     logprob: float
     finish_reason: str
     stop_reason: int | None
+    texts: list[str] | None = None
 
 
 class OutputDelta(msgspec.Struct, gc=False):
@@ -55,6 +59,8 @@ class OutputDelta(msgspec.Struct, gc=False):
         prompt_logprobs: on the first delta, if requested: of all prompt tokens but the first.
         beams: the outputs of a beam search, the best first. It has no other delta, and this one no text.
         routed_experts: on the last delta, if requested: of all tokens but the last one, ``[tokens, layers * top_k]``.
+        texts: the parts of ``text`` by the tokens that completed them; None for one token, or if there are no thoughts.
+        has_end_token: the last token ended the answer, and has no text.
     """
 
     text: str
@@ -69,6 +75,8 @@ class OutputDelta(msgspec.Struct, gc=False):
     admitted: float = 0.0
     beams: list[BeamOutput] | None = None
     routed_experts: npt.NDArray[np.uint16] | None = None
+    texts: list[str] | None = None
+    has_end_token: bool = False
 
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
@@ -82,6 +90,8 @@ class OutputDelta(msgspec.Struct, gc=False):
             stop_reason=None,
             num_output_tokens=0,
             beams=None,
+            texts=None,
+            has_end_token=False,
         )
 
 
@@ -89,7 +99,7 @@ class Answer:
     """One sequence of the engine and its text. The owner calls ``abort`` unless the sequence has ended."""
 
     __slots__ = (
-        "_include_stop_token", "_is_complete", "_new_text_out", "_num_logprobs", "_num_prompt_tokens",
+        "_has_thoughts", "_include_stop_token", "_is_complete", "_new_text_out", "_num_logprobs", "_num_prompt_tokens",
         "_only_engine_ends", "_prompt_logprobs_due", "_routed", "_sequence", "_text_out",
     )  # fmt: skip
 
@@ -113,6 +123,7 @@ class Answer:
         self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
         self._num_prompt_tokens = len(prompt.token_ids)
+        self._has_thoughts = prompt.thoughts is not None
         self._routed = RoutedParts() if params.return_routed_experts else None
 
     def assemble(self, update: Update) -> OutputDelta:
@@ -121,7 +132,9 @@ class Answer:
         if update.routed_experts is not None:
             self.keep_experts(update.routed_experts)
         prompt_logprobs = self._prompt_logprobs(update.prompt_logprobs) if self._prompt_logprobs_due else None
-        if update.ended is None and update.logprobs is None and self._only_engine_ends:  # most updates by far
+        is_split = self._has_thoughts and len(update.token_ids) > 1
+        # Most updates by far:
+        if update.ended is None and update.logprobs is None and self._only_engine_ends and not is_split:
             text, token_ids, count = out.push(update.token_ids), update.token_ids, update.num_output_tokens
             cached, admitted = update.num_cached_tokens, update.admitted
             return OutputDelta(text, token_ids, None, None, None, count, cached, "", prompt_logprobs, admitted)
@@ -135,13 +148,14 @@ class Answer:
             decoded = decoded[:-1]
         before = update.num_output_tokens - len(update.token_ids)
         offsets: list[int] = []
-        if update.logprobs is None:
-            text = out.push(decoded)
+        if update.logprobs is None and not is_split:
+            texts = [out.push(decoded)]
         else:
-            text, offsets = self._push_one_by_one(decoded)
+            texts, offsets = self._push_one_by_one(out, decoded)
             offsets += [out.num_chars] * (len(update.token_ids) - len(offsets))
         if update.ended is not None and out.stop is None:
-            text += out.finish()
+            texts.append(out.finish())
+        text = "".join(texts)
         finish_reason = None if update.ended is None else update.ended.finish_reason
         stop_reason: int | str | None = update.stop_reason
         num_output_tokens = update.num_output_tokens
@@ -167,6 +181,8 @@ class Answer:
             update.admitted,
             None,
             self._experts(num_output_tokens) if finish_reason is not None else None,
+            texts if is_split else None,
+            len(decoded) < len(update.token_ids),
         )
 
     def keep_experts(self, rows: npt.NDArray[np.int32]) -> None:
@@ -186,17 +202,19 @@ class Answer:
     def _beam(self, found: Hypothesis) -> BeamOutput:
         reason, out = EndReason(found.reason), self._new_text_out()
         ends = reason is EndReason.STOPPED and not self._include_stop_token
-        text = out.push(found.tokens[:-1] if ends else found.tokens) + out.finish()
-        return BeamOutput(text, found.tokens, found.score, found.logprob, reason.finish_reason, found.stop_reason)
+        texts, _ = self._push_one_by_one(out, found.tokens[:-1] if ends else found.tokens)
+        texts.append(out.finish())
+        scores = found.score, found.logprob
+        return BeamOutput("".join(texts), found.tokens, *scores, reason.finish_reason, found.stop_reason, texts)
 
-    def _push_one_by_one(self, token_ids: ListLike[int]) -> tuple[str, list[int]]:
-        """Return the text of the tokens, and the text offset of each."""
+    def _push_one_by_one(self, out: TextOut, token_ids: ListLike[int]) -> tuple[list[str], list[int]]:
+        """Return the text that each token completes, and its text offset."""
         texts: list[str] = []
         offsets: list[int] = []
         for token in token_ids:
-            offsets.append(self._text_out.num_chars)
-            texts.append(self._text_out.push((token,)))
-        return "".join(texts), offsets
+            offsets.append(out.num_chars)
+            texts.append(out.push((token,)))
+        return texts, offsets
 
     def _place(self, logprobs: list[TokenLogprobs], offsets: list[int], num_tokens: int) -> list[PlacedLogprobs]:
         """Attach offsets to those of the first tokens, and cut their top tokens to the requested number.

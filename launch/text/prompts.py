@@ -50,7 +50,7 @@ class Prompt:
         second_text: index of the first token of the second text of a pair, if the tokenizer gives it another type;
             0: it does not, or the prompt is one text.
         until: makes a function of one answer, which returns whether the answer is complete with the text it is given.
-        thoughts: makes what finds the thoughts of one answer, on which stop strings do not act.
+        thoughts: makes what finds the thoughts of one answer, on which stop strings do not act; None: it has none.
     """
 
     token_ids: npt.NDArray[np.int32]

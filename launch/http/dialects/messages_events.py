@@ -127,7 +127,7 @@ class MessageFormatter:
             message = self._message([], UNSET, UNSET, self._usage(delta.num_cached_tokens, 0))
             frames.append(_event("message_start", MessageStart(message)))
         last = delta.finish_reason is not None
-        for part in read_parts(self._reader, delta.text, last=last):
+        for part in read_parts(self._reader.push(delta.text, last=last)):
             frames += self._add(part)
         if last:
             frames += self._close()
@@ -145,7 +145,7 @@ class MessageFormatter:
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
-        parts = whole_parts(self._reader, answer.texts)
+        parts = whole_parts(self._reader.push("".join(answer.texts), last=True))
         self._calls = {part.index for part in parts if part.kind == "call"}
         reason, sequence = self._stop(answer.finish_reason, answer.stop_reason, usage.completion_tokens)
         counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, assert_never
 
-from quire.launch.http.routes.conversation import AnswerReader
 from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
 
 Kind = Literal["thought", "text", "call"]
@@ -40,13 +39,13 @@ class Dropped:
     index: int
 
 
-def read_parts(reader: AnswerReader, text: str, *, last: bool) -> list[Part | Dropped]:
-    """Return what ``text`` adds to the answer. ``last``: it ends the answer.
+def read_parts(events: Iterable[Event]) -> list[Part | Dropped]:
+    """Return what some text adds to the answer, from its events.
 
     A call that began in this text and turns out not to be one is left out.
     """
     found: list[Part | Dropped] = []
-    for part in map(_part, reader.push(text, last=last)):
+    for part in map(_part, events):
         if isinstance(part, Dropped):
             begun = any(isinstance(each, Part) and each.is_of(part) and each.name for each in found)
             found = [each for each in found if not (isinstance(each, Part) and each.is_of(part))]
@@ -56,16 +55,16 @@ def read_parts(reader: AnswerReader, text: str, *, last: bool) -> list[Part | Dr
     return found
 
 
-def whole_parts(reader: AnswerReader, texts: Iterable[str]) -> list[Part]:
-    """Return the parts of a whole answer."""
-    whole: list[Part] = []
-    for part in read_parts(reader, "".join(texts), last=True):
+def whole_parts(events: Iterable[Event]) -> list[Part]:
+    """Return the parts of a whole answer, from its events."""
+    whole: list[tuple[Part, list[str]]] = []
+    for part in read_parts(events):
         assert isinstance(part, Part)  # no call can start before it
-        if whole and part.continues(whole[-1]):
-            whole[-1] = replace(whole[-1], text=whole[-1].text + part.text)
+        if whole and part.continues(whole[-1][0]):
+            whole[-1][1].append(part.text)
         else:
-            whole.append(part)
-    return whole
+            whole.append((part, [part.text]))
+    return [replace(part, text="".join(texts)) for part, texts in whole]
 
 
 def _part(event: Event) -> Part | Dropped:

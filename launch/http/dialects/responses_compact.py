@@ -81,7 +81,7 @@ class _SummaryFormatter:
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
-        parts = whole_parts(self._reader, answer.texts)
+        parts = whole_parts(self._reader.push("".join(answer.texts), last=True))
         summary = "".join(part.text for part in parts if part.kind == "text").strip()
         if not summary:
             raise ApiError(422, "the model wrote no summary: send the conversation itself", "input", "request_failed")

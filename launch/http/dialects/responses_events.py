@@ -13,7 +13,7 @@ from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_pa
 from quire.launch.http.dialects.responses_body import ResponsesRequest
 from quire.launch.http.dialects.responses_items import OpenItem, new_item
 from quire.launch.http.routes.chat import format_logprobs
-from quire.launch.http.routes.conversation import AnswerReader, tool_of
+from quire.launch.http.routes.conversation import AnswerReader, TokenReader, tool_of
 from quire.launch.http.routes.formatter import Collected, Usage
 from quire.launch.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.launch.http.serving.server import Server
@@ -59,7 +59,7 @@ class ResponsesFormatter:
         self._transport = transport
         self._request = request
         self._num_prompt_tokens = num_prompt_tokens
-        self._reader = reader
+        self._reader = TokenReader(reader)
         self._server = server
         self._store = store
         self._created = int(time.time())
@@ -71,7 +71,6 @@ class ResponsesFormatter:
         """Finished items."""
         self._open: OpenItem | None = None
         self._last: Part | None = None
-        self._num_thought_tokens = 0
         self._waiting: list[PlacedLogprobs] = []
         """Log probabilities of tokens whose text is not sent yet; those of thoughts and calls are left out."""
 
@@ -81,15 +80,17 @@ class ResponsesFormatter:
             self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
         last = delta.finish_reason is not None
-        parts = read_parts(self._reader, delta.text, last=last) if self._request.generate else []
-        self._waiting += delta.logprobs or ()
+        events = self._reader.push(delta.texts or (delta.text,), last=last)
+        parts = read_parts(events) if self._request.generate else []
+        self._waiting += (delta.logprobs or [])[: -1 if delta.has_end_token else None]
         for part in parts:
-            if isinstance(part, Part) and part.kind == "thought":
-                self._num_thought_tokens = delta.num_output_tokens
             self._add(part)
         if last:
             counts = token_counts(
-                self._num_prompt_tokens, delta.num_cached_tokens, delta.num_output_tokens, self._num_thought_tokens
+                self._num_prompt_tokens,
+                delta.num_cached_tokens,
+                delta.num_output_tokens,
+                self._reader.num_thought_tokens,
             )
             response = self._finish(delta.finish_reason, counts)
             self._emit(f"response.{response['status']}", response=response)
@@ -99,22 +100,19 @@ class ResponsesFormatter:
         return b""  # the last event has it
 
     def tool(self, index: int) -> str:
-        return tool_of(self._reader)
+        return tool_of(self._reader.reader)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
         self._frames = None
-        parts = whole_parts(self._reader, answer.texts) if self._request.generate else []
+        parts = whole_parts(self._reader.push(answer.texts, last=True)) if self._request.generate else []
         if len(parts) == 1:
             # The token that ends the answer has no text.
             self._waiting = [each for each in answer.logprobs or () if each.text_offset < len(parts[0].text)]
         for part in parts:
             self._add(part)
-        thought = "".join(part.text for part in parts if part.kind == "thought")
-        if thought:
-            self._num_thought_tokens = len(self._server.text_in.encode(thought, add_special_tokens=False))
         cached, num_output = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
-        counts = token_counts(self._num_prompt_tokens, cached, num_output, self._num_thought_tokens)
+        counts = token_counts(self._num_prompt_tokens, cached, num_output, self._reader.num_thought_tokens)
         return msgspec.json.encode(self._finish(answer.finish_reason, counts))
 
     def _add(self, part: Part | Dropped) -> None:

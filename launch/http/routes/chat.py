@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from quire.launch.frontend.answers import OutputDelta, PlacedLogprobs
 from quire.launch.http.routes.completions import LOWEST_LOGPROB, beam_scores, format_prompt_logprobs
-from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation, tool_of
+from quire.launch.http.routes.conversation import AnswerReader, PlainAnswer, TokenReader, encode_conversation, tool_of
 from quire.launch.http.routes.formatter import (
     Collected,
     ExpertsBody,
@@ -78,6 +78,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     routed_experts: ExpertsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -87,6 +88,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -120,6 +122,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     score: float | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
     routed_experts: ExpertsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -130,6 +133,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: Sequence[ChatChoice | msgspec.Raw]
     usage: Usage
     prompt_logprobs: list[dict[int, Logprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
@@ -146,7 +150,7 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
 
     def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
         assert isinstance(parsed, ChatRequest)
-        return ChatFormatter(server, parsed, request_id, new_reader)
+        return ChatFormatter(server, parsed, prompts[0], request_id, new_reader)
 
     formatter = new_formatter(parsed, [prompt], request_id)
     return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter, piece=piece)
@@ -157,12 +161,17 @@ class ChatFormatter:
 
     __slots__ = (
         "_called", "_calls_named", "_created", "_has_content", "_include_usage", "_is_plain", "_model", "_moe",
-        "_num_prompt_logprobs", "_num_thought_tokens", "_readers", "_templates", "_text_in", "_token_texts",
-        "request_id",
+        "_num_prompt_logprobs", "_prompt_token_ids", "_readers", "_returns_ids", "_templates",
+        "_token_texts", "request_id",
     )  # fmt: skip
 
     def __init__(
-        self, server: Server, request: ChatRequest, request_id: str, new_reader: Callable[[], AnswerReader]
+        self,
+        server: Server,
+        request: ChatRequest,
+        prompt: Prompt,
+        request_id: str,
+        new_reader: Callable[[], AnswerReader],
     ) -> None:
         self.request_id = request_id
         self._created = int(time.time())
@@ -170,39 +179,45 @@ class ChatFormatter:
         self._include_usage = request.stream_options.include_usage
         self._token_texts = server.token_texts
         self._moe = server.settings.moe
-        self._text_in = server.text_in
+        self._returns_ids = request.returns_token_ids
+        self._prompt_token_ids = prompt.token_ids.tolist() if self._returns_ids else UNSET
+        """UNSET if they are not requested, or sent."""
         self._num_prompt_logprobs = request.prompt_logprobs
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
         self._has_content = request.tool_use is None
-        self._readers = [new_reader() for _ in range(request.params.num_outputs)]
-        self._is_plain = all(isinstance(reader, PlainAnswer) for reader in self._readers)
+        self._readers = [TokenReader(new_reader()) for _ in range(request.params.num_outputs)]
+        self._is_plain = all(isinstance(each.reader, PlainAnswer) for each in self._readers)
         self._called: dict[int, set[int]] = {}
         """Indices of the calls of each choice."""
-        self._num_thought_tokens = [0] * request.params.num_outputs
-        """Output tokens of each choice up to the end of its thoughts."""
         self._templates: list[TextTemplate | None] = [None] * request.params.num_outputs
         """Chunks with nothing but content, of the choices that have started."""
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         last = delta.finish_reason is not None
         template = self._templates[index]
-        is_bare = not last and delta.logprobs is None and usage is None
+        is_bare = not (last or self._returns_ids) and delta.logprobs is None and usage is None
         if is_bare and self._is_plain and template is not None:
             return template.fill(delta.text)
-        events = self._readers[index].push(delta.text, last=last)
+        events = self._readers[index].push(delta.texts or (delta.text,), last=last)
         if template is None:
             self._templates[index] = TextTemplate(lambda text: self._chunk(ChunkChoice(index, Delta(text)), None))
         elif is_bare and len(events) == 1:
             (event,) = events
             if isinstance(event, Content):
                 return template.fill(event.text)
-        if any(isinstance(event, Thought) for event in events):
-            self._num_thought_tokens[index] = delta.num_output_tokens
         message = self._message_delta(index, events, UNSET if template else "assistant")
-        logprobs = None if delta.logprobs is None else format_logprobs(delta.logprobs, self._token_texts)
         reason = self._reason(index, delta.finish_reason)
-        experts = experts_body(delta, self._moe)
-        return self._chunk(ChunkChoice(index, message, logprobs, reason, delta.stop_reason, experts), usage)
+        more = experts_body(delta, self._moe), delta.token_ids if self._returns_ids else UNSET
+        choice = ChunkChoice(index, message, self._logprobs(delta), reason, delta.stop_reason, *more)
+        ids, self._prompt_token_ids = self._prompt_token_ids, UNSET
+        return self._chunk(choice, usage, ids)
+
+    def _logprobs(self, answer: OutputDelta | Collected) -> ChatLogprobs | None:
+        """Return those of the tokens of the text; if ids are returned, of all tokens, also of the one that ends it."""
+        if answer.logprobs is None:
+            return None
+        is_cut = answer.has_end_token and not self._returns_ids
+        return format_logprobs(answer.logprobs[:-1] if is_cut else answer.logprobs, self._token_texts)
 
     def _message_delta(self, index: int, events: Sequence[Event], role: str | UnsetType) -> Delta:
         self._note_calls(index, events)
@@ -217,7 +232,8 @@ class ChatFormatter:
         return self._encode([], self._with_thoughts(usage))
 
     def _with_thoughts(self, usage: Usage) -> Usage:
-        count = ReasoningTokens(min(sum(self._num_thought_tokens), usage.completion_tokens))
+        num_thought = sum(each.num_thought_tokens for each in self._readers)
+        count = ReasoningTokens(min(num_thought, usage.completion_tokens))
         return msgspec.structs.replace(usage, completion_tokens_details=count)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
@@ -235,27 +251,26 @@ class ChatFormatter:
                 choices,
                 self._with_thoughts(usage),
                 prompt_logprobs,
+                self._prompt_token_ids,
             )
         )
 
     def tool(self, index: int) -> str:
-        return tool_of(self._readers[index])
+        return tool_of(self._readers[index].reader)
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
-        events = self._readers[index].push("".join(answer.texts), last=True)
+        texts = ["".join(answer.texts)] if self._is_plain else answer.texts
+        events = self._readers[index].push(texts, last=True)
         self._note_calls(index, events)
         calls = whole_calls(events)
         reasoning = _joined(events, Thought) or UNSET
-        if reasoning:
-            self._num_thought_tokens[index] = len(self._text_in.encode(reasoning, add_special_tokens=False))
         content = _joined(events, Content) or (None if calls or not self._has_content else "")
         message = AnswerMessage(
             "assistant", content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning
         )
-        logprobs = None if answer.logprobs is None else format_logprobs(answer.logprobs, self._token_texts)
         ended = self._reason(index, answer.finish_reason), answer.stop_reason
-        experts = experts_body(answer, self._moe)
-        return ChatChoice(index, message, logprobs, *ended, *beam_scores(answer), experts)
+        more = experts_body(answer, self._moe), answer.token_ids if self._returns_ids else UNSET
+        return ChatChoice(index, message, self._logprobs(answer), *ended, *beam_scores(answer), *more)
 
     def _note_calls(self, index: int, events: Sequence[Event]) -> None:
         for event in events:
@@ -269,13 +284,15 @@ class ChatFormatter:
         any_call = not self._calls_named and bool(self._called.get(index))
         return "tool_calls" if any_call and finish_reason == "stop" else finish_reason
 
-    def _chunk(self, choice: ChunkChoice, usage: Usage | None) -> bytes:
+    def _chunk(self, choice: ChunkChoice, usage: Usage | None, ids: list[int] | UnsetType = UNSET) -> bytes:
         unset = None if self._include_usage else UNSET
-        return self._encode([choice], unset if usage is None else self._with_thoughts(usage))
+        return self._encode([choice], unset if usage is None else self._with_thoughts(usage), ids)
 
-    def _encode(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
+    def _encode(
+        self, choices: list[ChunkChoice], usage: Usage | UnsetType | None, ids: list[int] | UnsetType = UNSET
+    ) -> bytes:
         return msgspec.json.encode(
-            ChatChunk(self.request_id, "chat.completion.chunk", self._created, self._model, choices, usage)
+            ChatChunk(self.request_id, "chat.completion.chunk", self._created, self._model, choices, usage, ids)
         )
 
 

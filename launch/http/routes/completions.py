@@ -52,6 +52,8 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     score: float | UnsetType = UNSET
     cumulative_logprob: float | UnsetType = UNSET
     routed_experts: ExpertsBody | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -111,6 +113,10 @@ class CompletionFormatter:
         echoes = [_Echo(server, prompt) for prompt in prompts] if request.echo else []
         self._echoes = [echo for echo in echoes for _ in range(request.num_returned)]
         self._not_started = set(range(len(self._echoes)))
+        self._returns_ids = request.returns_token_ids
+        self._prompts = [prompt for prompt in prompts for _ in range(request.num_returned)]
+        self._with_prompt_ids: set[int] = set()
+        """Choices whose prompt's ids are sent."""
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         return self._object([self._choice(index, delta.text, delta)], usage or (None if self._include_usage else UNSET))
@@ -151,8 +157,18 @@ class CompletionFormatter:
                 logprobs = join_logprobs(begin, logprobs)
         prompt_logprobs = format_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
         ended = answer.finish_reason, answer.stop_reason
-        experts = experts_body(answer, self._moe)
-        return CompletionChoice(index, text, logprobs, *ended, prompt_logprobs, *beam_scores(answer), experts)
+        experts, ids = experts_body(answer, self._moe), self._token_ids(index, answer)
+        return CompletionChoice(index, text, logprobs, *ended, prompt_logprobs, *beam_scores(answer), experts, *ids)
+
+    def _token_ids(
+        self, index: int, answer: OutputDelta | Collected
+    ) -> tuple[list[int] | UnsetType, list[int] | UnsetType]:
+        """Return the ids of the answer, and in the first chunk those of its prompt, if they are requested."""
+        if not self._returns_ids:
+            return UNSET, UNSET
+        is_first = index not in self._with_prompt_ids
+        self._with_prompt_ids.add(index)
+        return answer.token_ids, self._prompts[index].token_ids.tolist() if is_first else UNSET
 
     def _object(self, choices: Sequence[CompletionChoice | msgspec.Raw], usage: Usage | UnsetType | None) -> bytes:
         return msgspec.json.encode(

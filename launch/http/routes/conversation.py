@@ -1,6 +1,6 @@
 """From a parsed chat request to its prompt, and to the readers of its answers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from quire.launch.http.serving.server import Server
 from quire.launch.sessions.chat_piece import encode_chat_piece
 from quire.launch.sessions.open_session import OpenSession
 from quire.launch.text.continuation import encode_extended
-from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event
+from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
 from quire.launch.text.parsing.choose import marker_format
 from quire.launch.text.parsing.templates import Format
 from quire.launch.text.parsing.thoughts import Thoughts
@@ -77,6 +77,34 @@ class FirstCall:
             kept.append(event)
         self.is_complete = self._index is not None and self._answer.has_whole_calls
         return kept
+
+
+class TokenReader:
+    """Reads an answer by its tokens, and counts those of thoughts.
+
+    A token counts if text of a thought is known with it, and so do those before it whose text was held back since the
+    last one. So the tokens of the markers around a thought do not.
+    """
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.reader = reader
+        self.num_thought_tokens = 0
+        self._num_held = 0
+        """Tokens since the last one that told anything."""
+        self._in_thought = False
+
+    def push(self, texts: Sequence[str], *, last: bool) -> list[Event]:
+        """Return what the texts of these tokens add. ``last``: they end the answer."""
+        whole: list[Event] = []
+        for index, text in enumerate(texts, 1):
+            events = self.reader.push(text, last=last and index == len(texts))
+            self._num_held += 1
+            if events:
+                if any(isinstance(event, Thought) for event in events):
+                    self.num_thought_tokens += self._num_held if self._in_thought else 1
+                self._num_held, self._in_thought = 0, isinstance(events[-1], Thought)
+            whole += events
+        return whole
 
 
 class NotedAnswer:

@@ -48,7 +48,10 @@ class ExpertsBody(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Collected:
-    """The collected output of one sequence, for a response that is not streamed."""
+    """The collected output of one sequence, for a response that is not streamed.
+
+    ``texts``: if thoughts are counted, those of single tokens.
+    """
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[PlacedLogprobs] | None = None
@@ -60,9 +63,13 @@ class Collected:
     beams: list[BeamOutput] | None = None
     """All of them, in the order of their scores."""
     routed_experts: npt.NDArray[np.uint16] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    has_end_token: bool = False
 
     def add(self, delta: OutputDelta) -> None:
-        self.texts.append(delta.text)
+        self.texts += delta.texts or (delta.text,)
+        self.token_ids += delta.token_ids
+        self.has_end_token = delta.has_end_token
         if delta.logprobs is not None:
             self.logprobs = [] if self.logprobs is None else self.logprobs
             self.logprobs += delta.logprobs
@@ -81,7 +88,10 @@ class Collected:
         """Return one for each output: this one alone, or those of a beam search."""
         if self.beams is None:
             return [self]
-        return [Collected([b.text], None, None, b.finish_reason, b.stop_reason, beam=b) for b in self.beams]
+        return [
+            Collected(b.texts or [b.text], None, None, b.finish_reason, b.stop_reason, beam=b, token_ids=b.token_ids)
+            for b in self.beams
+        ]
 
 
 def num_prompt_values(params: SamplingParams, prompts: Sequence[Prompt]) -> int:

@@ -176,6 +176,40 @@ class TestConstraintsOfOtherServers:
         assert error["message"] == "ebnf and regex cannot be combined"
 
 
+class TestTokenIds:
+    """vLLM's ``return_token_ids``: of the prompt once, and of each choice, also of the token that ends it."""
+
+    def test_chat(self, client: Any, engine: Any, events: Any) -> None:
+        fields = {"return_token_ids": True, "n": 2, "logprobs": True}
+        whole = client.chat(**fields).json()
+        prompt = engine.added[-1].prompt
+        assert whole["prompt_token_ids"] == prompt
+        assert sum(len(choice["token_ids"]) for choice in whole["choices"]) == whole["usage"]["completion_tokens"]
+        for choice in whole["choices"]:
+            assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+        chunks = events(client.chat(**fields, stream=True))[:-1]
+        assert [chunk.get("prompt_token_ids") for chunk in chunks] == [prompt, *[None] * (len(chunks) - 1)]
+        for choice in whole["choices"]:
+            of_choice = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+            assert [token for each in of_choice for token in each["token_ids"]] == choice["token_ids"]
+        assert b"token_ids" not in client.chat().content + client.complete().content
+
+    def test_completions(self, client: Any, events: Any) -> None:
+        prompts = [[5, 6, 7], [8, 9]]
+        fields = {"prompt": prompts, "return_token_ids": True, "n": 2}
+        whole = client.complete(**fields).json()["choices"]
+        assert [choice["prompt_token_ids"] for choice in whole] == [prompts[0]] * 2 + [prompts[1]] * 2
+        chunks = [event["choices"][0] for event in events(client.complete(**fields, stream=True))[:-1]]
+        for choice in whole:
+            of_choice = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+            assert [chunk.get("prompt_token_ids") for chunk in of_choice][:2] == [choice["prompt_token_ids"], None]
+            assert [token for each in of_choice for token in each["token_ids"]] == choice["token_ids"] != []
+
+    def test_other_routes_refuse(self, client: Any) -> None:
+        error = client.post("/v1/responses", {"input": "x", "return_token_ids": True}).json()["error"]
+        assert error["message"].startswith("return_token_ids is not supported: use /v1/chat/completions")
+
+
 class TestRequestId:
     def test_the_clients_id_is_taken_over(self, client: Any, engine: Any) -> None:
         ids = set()

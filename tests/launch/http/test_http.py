@@ -192,7 +192,7 @@ class TestChat:
 
     def test_logprobs(self, client: Any) -> None:
         content = client.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
-        assert bytes(byte for token in content for byte in token["bytes"]).decode() == REPLY + "<|im_end|>"
+        assert bytes(byte for token in content for byte in token["bytes"]).decode() == REPLY
         assert [len(token["top_logprobs"]) for token in content] == [2] * len(content)
         assert client.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
