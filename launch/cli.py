@@ -190,6 +190,14 @@ def _add_embed_flags(parser: _Parser) -> None:
     _add_engine_options(parser)
 
 
+def _add_check_flags(parser: _Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_config_file(parser)
+    engine = ("model", "chat_template", "max_model_len", "reasoning_start_str", "reasoning_end_str")
+    add_options(parser, EngineOptions, engine)
+    add_options(parser, ServeOptions, ("tool_call_parser", "reasoning_parser"))
+
+
 def _add_engine_options(parser: _Parser) -> None:
     add_config_file(parser)
     add_options(parser, EngineOptions)
@@ -295,6 +303,11 @@ COMMANDS = {
         "Write the vectors of the lines of a file, with an own engine or a running server.",
         _add_embed_flags,
         _with_options("offline.embed_command:run"),
+    ),
+    "check": Command(
+        "Show what a checkpoint can do, and what its files lose of requests; exit with 1 if anything.",
+        _add_check_flags,
+        _lazy("check:run"),
     ),
     "run-batch": Command(
         "Answer a file of requests, with an own engine or a running server.",

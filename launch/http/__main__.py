@@ -22,18 +22,23 @@ from quire.launch.http.routes.session_peers import session_address, share_sessio
 from quire.launch.http.serving.http_server import HttpServer
 from quire.launch.http.serving.metrics import MetricsOptions
 from quire.launch.http.serving.server import FleetLink, ServerSettings
-from quire.launch.http.serving.thinking import Thinking
+from quire.launch.http.serving.thinking import Thinking, answer_format
 from quire.launch.http.serving.tracing import OtlpTracer
 from quire.launch.http.stored.response_peers import ResponsePeers, peer_address, share_responses
 from quire.launch.http.stored.response_store import ResponseStore
 from quire.launch.sessions.session_store import SessionStore
-from quire.launch.text.parsing.choose import choose_format
+from quire.launch.text.parsing.choose import AnswerFormat
 from quire.launch.text.pooling.capabilities import Capabilities
+from quire.launch.text.probe import probe
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import QuireError
 from quire.protocol.process.child import Child, Report, child_parser, init_child
+from quire.protocol.process.log import event_logger
 from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.wire.zmq_channel import check_socket_directory
+
+log = event_logger("frontend")
 
 FLUSH_S = 0.5
 """Time to send what sockets still buffer after the shutdown timeout."""
@@ -74,7 +79,9 @@ class FrontEnd:
         the shutdown timeout is over."""
         config, engine = self._config, self._engine
         text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
-        server = self._make_server(text_in)
+        thinking = Thinking.of(config, text_in)
+        form = answer_format(thinking, self._settings, text_in)
+        server = self._make_server(text_in, thinking, form)
         if self._others:
             self._forks = await share_forks(self._fork, fork_address(self._directory, self._index))
         if self._others and self._response_store.is_enabled:
@@ -84,7 +91,8 @@ class FrontEnd:
         self._take_commands()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), self._report_ready())]
+            ready = self._get_ready(text_in, form)
+            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), ready)]
             await self._wait_state_known()
             gc.collect()
             gc.freeze()  # objects of the start live as long as the process: collections skip them
@@ -97,25 +105,15 @@ class FrontEnd:
         if self._tracer is not None:
             self._tracer.close()
 
-    def _make_server(self, text_in: TextIn) -> HttpServer:
+    def _make_server(self, text_in: TextIn, thinking: Thinking, form: AnswerFormat | None) -> HttpServer:
         config, settings = self._config, self._settings
-        thinking = Thinking.of(config, text_in)
-        text_in.protect(thinking.markers or ())
-        answer_format = choose_format(
-            text_in.special_tokens,
-            "" if text_in.template is None else text_in.template.source,
-            text_in.response_template,
-            calls=settings.tool_call_parser,
-            thoughts=settings.reasoning_parser,
-            markers=thinking.markers,
-        )
         app = make_app(
             self._engine,
             ServerSettings(
                 text_in=text_in,
                 processors=tuple(load_logits_processors(config.logits_processors, config.logits_processors_exclude)),
                 thinking=thinking,
-                answer_format=answer_format,
+                answer_format=form,
                 served_model_names=tuple(settings.served_model_name or ()),
                 api_keys=tuple(settings.api_key or ()),
                 admin_api_keys=tuple(settings.admin_api_key or ()),
@@ -201,9 +199,15 @@ class FrontEnd:
         known.cancel()
         draining.cancel()
 
-    async def _report_ready(self) -> None:
+    async def _get_ready(self, text_in: TextIn, form: AnswerFormat | None) -> None:
+        """Report readiness. Then the first front end of all logs what the chat template loses of requests."""
         await self._engine.wait_ready()
         self._child.report(Report("ready"))
+        if text_in.template is not None and self._config.model.generates:
+            with contextlib.suppress(QuireError, FileExistsError):
+                (self._directory / "probed").touch(exist_ok=False)
+                for loss in (await asyncio.to_thread(probe, text_in, form)).losses:
+                    log.warning(loss)
 
     async def _tick(self) -> None:
         self._child.watch_progress(lambda: None)

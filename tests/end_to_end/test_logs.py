@@ -12,7 +12,8 @@ from served import Served
 
 @pytest.mark.full
 def test_every_process_writes_json_lines() -> None:
-    flags = ("--log-format", "json", "--log-level", "info", "--metrics-prefix", "vllm")
+    flags = ("--log-format", "json", "--log-level", "info", "--metrics-prefix", "vllm", "--api-server-count", "2")
+    flags += ("--chat-template", "{{ messages[-1].content }}")
     server = Served("--simulate", "constant:1", "--num-gpu-blocks-override", "200", *flags)
     try:
         body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
@@ -20,11 +21,15 @@ def test_every_process_writes_json_lines() -> None:
         metrics = httpx.get(f"{server.url}/metrics").text
         (scheduler,) = engine_processes("quire.scheduler_proc")
         scheduler.kill()  # the supervisor logs that
-        assert wait_until(lambda: "restarting the scheduler" in "".join(server.log), 10) is not None
+        for text in ("restarting the scheduler", "leaves out"):
+            assert wait_until(lambda text=text: text in "".join(server.log), 10) is not None
     finally:
         assert server.stop(signal.SIGTERM) == 0
     records = [json.loads(line) for line in server.log]
     assert {record["component"] for record in records} >= {"quire.http", "quire.supervisor", "quire.worker"}
+    # What the chat template loses of requests, once for both front ends.
+    lost = [record["message"] for record in records if record["level"] == "WARNING" and "template" in record["message"]]
+    assert "leaves out system messages" in lost[0] and len(lost) == len(set(lost))
     request, response = (
         next(record for record in records if record["message"] == event) for event in ("request", "response")
     )

@@ -16,9 +16,12 @@ END_OF_TEXT_ID, IM_START_ID, IM_END_ID = 0, 1, 2
 VOCABULARY_SIZE = 1024
 CONTEXT_LENGTH = 2048
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
+    "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    '{{ \'Call: <tool_call>{"name": NAME, "arguments": {...}}</tool_call><|im_end|>\\n\' }}{% endif %}'
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 NUMBER_REPEATS = 2000

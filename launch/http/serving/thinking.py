@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire.launch.config.serve_options import ServeOptions
+from quire.launch.text.parsing.choose import AnswerFormat, choose_format
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
@@ -44,3 +46,16 @@ class Thinking:
         is_open = ThinkingState(self.start, self.end, ids).is_open
         will_open = params.thinking_token_budget is not None and Marker(self.end).last_in(ids) < 0
         return self.end_text if is_open or will_open else ""
+
+
+def answer_format(thinking: Thinking, settings: ServeOptions, text_in: TextIn) -> AnswerFormat | None:
+    """Return the format of the model's answers, and protect the thinking markers from text of users."""
+    text_in.protect(thinking.markers or ())
+    return choose_format(
+        text_in.special_tokens,
+        "" if text_in.template is None else text_in.template.source,
+        text_in.response_template,
+        calls=settings.tool_call_parser,
+        thoughts=settings.reasoning_parser,
+        markers=thinking.markers,
+    )

@@ -24,12 +24,14 @@ class AnswerFormat:
         without_calls: for answers to requests without tools; None if such an answer is one plain text.
         special_ids: special tokens that are delimiters, so that the text for the parser must have them.
         writer: how the model writes calls; None if that is not known.
+        name: the format of calls by name, or the field of the checkpoint that describes it.
     """
 
     whole: Format
     without_calls: Format | None
     special_ids: frozenset[int] = frozenset()
     writer: AnswerWriter | None = None
+    name: str = ""
 
     def for_request(self, *, with_tools: bool) -> Format | None:
         return self.whole if with_tools else self.without_calls
@@ -102,7 +104,7 @@ def choose_format(
     writer = answer_writer(
         name if calls == AUTO else calls, whole, None if thoughts == NONE else markers, special_tokens
     )
-    return AnswerFormat(whole, None if is_text else plain, needed, writer)
+    return AnswerFormat(whole, None if is_text else plain, needed, writer, where)
 
 
 @lru_cache(maxsize=8)

@@ -1,0 +1,82 @@
+"""``quire check``: what a checkpoint can do, and what its files lose of requests. Loads no weights."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from math import prod
+from typing import Any
+
+from quire.launch.config.command_line import read_options
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.model_folder import find_model
+from quire.launch.config.options import EngineOptions
+from quire.launch.config.serve_options import ServeOptions
+from quire.launch.http.serving.thinking import Thinking, answer_format
+from quire.launch.text.pooling.capabilities import Capabilities
+from quire.launch.text.probe import Probe, probe
+from quire.launch.text.text_in import NO_TEMPLATE, NO_TOKENIZER, TextIn
+from quire.protocol.errors import ConfigError, QuireError
+from quire.protocol.model.checkpoint import DTYPE_BYTES, stored_tensors
+from quire.protocol.request.structured_outputs import KINDS
+
+TAG = re.compile(r"<[|｜][^<>\s]+>|<[^<>\s]+[|｜]>|<(?:start|end)_of_turn>")
+"""What a chat template writes that is usually one token."""
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what a checkpoint can do. Exit with status 1 if it cannot be served, or if requests lose something."""
+    try:
+        facts, losses, notes = _examine(*read_options(args))
+    except ConfigError as error:
+        raise QuireError(str(error)) from None  # has the status 1
+    if args.json:
+        print(json.dumps({**facts, "notes": notes, "losses": losses}, ensure_ascii=False))
+    else:
+        rows = [(name.replace("_", " "), value) for name, value in facts.items()]
+        for name, value in [*rows, *(("note", text) for text in notes), *(("lost", text) for text in losses)]:
+            text = f"{value:,}" if isinstance(value, int) else ", ".join(value) if isinstance(value, list) else value
+            print(f"{name:<18}{text or 'none'}")
+    sys.exit(1 if losses else 0)
+
+
+def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, Any], list[str], Sequence[str]]:
+    """Return facts by name, what is lost, and what the checkpoint leaves out by design."""
+    folder = find_model(engine.model)
+    config = make_engine_config(engine, folder=folder)
+    model, tensors = config.model, stored_tensors(folder).values()
+    with closing(TextIn.load(folder, config.chat_template)) as text_in:
+        tokenizer, thinking = text_in.tokenizer, Thinking.of(config, text_in)
+        form = answer_format(thinking, options, text_in)
+        found = Probe([], [NO_TEMPLATE] * model.generates)
+        if model.generates and tokenizer is not None and text_in.template is not None:
+            found = probe(text_in, form)
+    vocab = {} if tokenizer is None else tokenizer.get_vocab()
+    losses = [*found.losses] if vocab else [NO_TOKENIZER]
+    if beyond := [token for token, token_id in vocab.items() if token_id >= model.vocab_size]:
+        losses.append(f"{len(beyond)} tokens of the tokenizer are beyond the model's vocabulary, such as {beyond[0]!r}")
+    for tag in dict.fromkeys(TAG.findall(found.rendered)):
+        if tag not in vocab:
+            losses.append(f"the tokenizer has no token {tag}, which the chat template writes")
+    packed = not all(tensor.gguf or tensor.dtype in DTYPE_BYTES for tensor in tensors)
+    ends = {token: text_in.decode([token], skip_special_tokens=False) for token in model.eos_token_ids}
+    facts: dict[str, Any] = {
+        "checkpoint": str(folder),
+        "architecture": model.architecture,
+        "parameters": "packed" if packed else sum(prod(tensor.shape) for tensor in tensors),
+        "weight_bytes": sum(tensor.num_bytes for tensor in tensors),
+        "weights": sorted({tensor.gguf.kind if tensor.gguf else tensor.dtype for tensor in tensors}),
+        "quantisation": model.weight_format and f"{model.weight_format.layout} {model.weight_format.kind}",
+        "context": config.max_model_len,
+        "vocabulary": model.vocab_size,
+        "tasks": Capabilities(model.generates, model.pooling).tasks,
+        "tokenizer": tokenizer and f"{type(tokenizer.model).__name__}, {len(vocab)} tokens",
+        "end_tokens": [f"{token} {text}".rstrip() for token, text in ends.items()],
+        "roles": found.roles,
+        "tools": form.name if found.reads_calls and form is not None else None,
+        "thoughts": list(thinking.markers or ()),
+        "structured_output": [*KINDS[:-1], "json_object"] if model.generates and vocab else [],
+    }
+    return facts, losses, found.notes
