@@ -1,13 +1,11 @@
 """Renders a checkpoint's chat template as transformers does, in a sandbox.
 
 The template is a program from the checkpoint. It runs in Jinja's immutable sandbox with a limit on its output, and in a
-helper process (``template_helper.py``) that limits its time and memory. User text that looks like a special token is
-marked before rendering, to distinguish it from the special tokens that the template writes.
+helper process (``template_helper.py``) that limits its time and memory.
 """
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Protocol
 
@@ -17,6 +15,8 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quire.launch.text.control_text import ESCAPED_MARK
+from quire.launch.text.message_form import MessageForm, Messages
 from quire.protocol.errors import MAX_SHOWN, ConfigError, InvalidRequest, QuireError, printable
 from quire.protocol.process.log import one_line
 
@@ -24,10 +24,6 @@ Message = dict[str, Any]
 
 MAX_SOURCE_CHARS = 2**20
 CANNOT_RENDER = "the model's chat template cannot render these messages"
-# Private-use characters around text of users that looks like a special token; see mark_special.
-MARK_START, MARK_END = "\ue0f0", "\ue0f1"
-# A template that prints a whole object, or JSON in ASCII, escapes the marks.
-ESCAPED_MARK = re.compile(r"\\+u(e0f[01])", re.IGNORECASE)
 _FINAL_MESSAGE_TAG = "\ue0f2CONTINUE\ue0f3"
 RESERVED_VARIABLES = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template")
@@ -102,6 +98,7 @@ class ChatTemplate:
         """
         self.source = source
         self._variables = dict(special_tokens)
+        self._form = MessageForm(source, self._try)
         try:
             self._template = _environment().from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -123,20 +120,20 @@ class ChatTemplate:
             InvalidRequest: the template refuses these messages or fails on them.
             RenderedTooLong: the text exceeds ``max_chars``.
         """
+        values = {
+            **self._variables,
+            **(variables or {}),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        messages = self._form.fit(messages, values)
         if continue_final_message:
             content = messages[-1].get("content")
             if not isinstance(content, str):
                 raise InvalidRequest("continue_final_message needs a last message with text", "messages")
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{_FINAL_MESSAGE_TAG} "}]
-        values = {
-            **self._variables,
-            **(variables or {}),
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        text = self._run(values, max_chars)
+        text = self._run({**values, "messages": messages}, max_chars)
         return _cut_at_tag(text) if continue_final_message else text
 
     def prepare(self) -> None:
@@ -144,6 +141,12 @@ class ChatTemplate:
 
     def close(self) -> None:
         pass
+
+    def _try(self, messages: Messages, values: Mapping[str, Any]) -> str | None:
+        try:
+            return self._run({**self._variables, "documents": None, **values, "messages": messages}, MAX_SOURCE_CHARS)
+        except (InvalidRequest, RenderedTooLong):
+            return None
 
     def _run(self, values: Mapping[str, Any], max_chars: int) -> str:
         pieces: list[str] = []
@@ -164,33 +167,6 @@ class ChatTemplate:
             # A template can raise any error (type error, sandbox violation, overflow). Its text is not sent to the
             # client, which could not use it.
             raise InvalidRequest(CANNOT_RENDER, "messages") from None
-
-
-def special_pattern(special_tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches any special token, the longest first, or None without special tokens."""
-    contents = sorted((token for token in special_tokens if token), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents))) if contents else None
-
-
-def written_end(rendered: str, most: int = 256) -> str:
-    """Return the last characters of a rendered conversation, after the last marked text in them."""
-    return re.split(f"[{MARK_START}{MARK_END}]", rendered[-most:])[-1]
-
-
-def mark_special(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return ``value`` with marks around each special token in its strings; marks that it already has are removed.
-
-    Keys are marked too, because a template writes the keys of tool parameters and of earlier calls.
-    """
-    if isinstance(value, str):
-        while MARK_START in value or MARK_END in value or ESCAPED_MARK.search(value):
-            value = ESCAPED_MARK.sub("", value.replace(MARK_START, "").replace(MARK_END, ""))
-        return pattern.sub(f"{MARK_START}\\g<0>{MARK_END}", value)
-    if isinstance(value, list):
-        return [mark_special(item, pattern) for item in value]
-    if isinstance(value, dict):
-        return {mark_special(key, pattern): mark_special(item, pattern) for key, item in value.items()}
-    return value
 
 
 def _cut_at_tag(text: str) -> str:

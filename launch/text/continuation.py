@@ -6,7 +6,9 @@ may split a text otherwise than the model did.
 
 from dataclasses import replace
 
-from quire.launch.text.chat_template import Message, written_end
+from quire.launch.text.chat_template import Message
+from quire.launch.text.control_text import written_end
+from quire.launch.text.message_form import INSTRUCTIONS
 from quire.launch.text.prompts import ModelLimits, Prompt, prompt_from_ids
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
@@ -48,6 +50,12 @@ def encode_continuation(
         end = alone.partition(LAST_TEXT)[2]
         is_kept = LAST_TEXT in alone and rest.startswith(end)
         rest = rest[len(end) :]
+    given = [message for message in messages if message["role"] in INSTRUCTIONS]
+    if given:
+        # They may be written in front of the conversation, where the tokens so far are fixed.
+        probe = [{**message, "content": "quire-instructs"} if message in given else message for message in messages]
+        written = text_in.render_chat([*before, *probe], options, limits.max_model_len).partition(LAST_TEXT)[2]
+        is_kept = is_kept and written.count("quire-instructs") == len(given)
     if not found or not is_kept:
         text = "this model's chat template does not write earlier turns as they are: send whole conversations, without "
         raise InvalidRequest(f"{text}session", "session", "unsupported")

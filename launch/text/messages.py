@@ -15,18 +15,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def check_messages(value: Any, param: str = "messages") -> list[Message]:
     """Validate OpenAI's messages, and join the text parts of each to one string.
 
-    Fields that are null or unknown are left out: clients send back what other servers wrote into an answer.
+    Fields that are null or unknown are left out: clients send back what other servers wrote into an answer. Content
+    stays null beside calls, because templates distinguish it from "". Results of tools get the name of the function.
 
     Raises:
-        InvalidRequest: not a list of messages with known roles and text, or only system messages.
+        InvalidRequest: not a list of messages with known roles and text.
     """
     if not isinstance(value, list) or not value:
         raise wrong_value(param, "a list of at least one message", value)
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages (got {len(value)})", param)
     messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
-    if all(message["role"] in ("system", "developer") for message in messages):
-        raise InvalidRequest(f"{param} must hold a message other than system messages", param)
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call.get("id", ""): call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = names.get(message.get("tool_call_id", ""))
+        if message["role"] == "tool" and name:
+            message.setdefault("name", name)
     return messages
 
 
@@ -49,7 +54,7 @@ def _message(given: Any, where: str) -> Message:
         message["tool_calls"] = calls
     content = given.get("content")
     if role in ("assistant", "tool") and content in (None, "", []):
-        message["content"] = message.get("refusal", "")
+        message["content"] = message.get("refusal", None if calls and content is None else "")
     else:
         message["content"] = _content(content, f"{where}.content")
     reasoning = texts["reasoning_content"] or given.get("reasoning")

@@ -4,7 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from quire.launch.text.chat_template import Message, special_pattern, written_end
+from quire.launch.text.chat_template import Message
+from quire.launch.text.control_text import special_pattern, written_end
 from quire.launch.text.messages import ROLES, check_messages
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped
 from quire.launch.text.parsing.choose import AnswerFormat

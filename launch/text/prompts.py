@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.launch.text.chat_template import RESERVED_VARIABLES, Message, written_end
+from quire.launch.text.chat_template import RESERVED_VARIABLES, Message
+from quire.launch.text.control_text import written_end
 from quire.launch.text.parsing.thoughts import Thoughts
 from quire.launch.text.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest, printable, wrong_value

@@ -13,16 +13,15 @@ from typing import Any, Literal
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
-from quire.launch.text.chat_template import (
+from quire.launch.text.chat_template import Message, RenderedTooLong, Template
+from quire.launch.text.control_text import (
     MARK_END,
     MARK_START,
-    Message,
-    RenderedTooLong,
-    Template,
     mark_special,
     special_pattern,
+    with_marks,
 )
-from quire.launch.text.template_helper import TemplateHelper
+from quire.launch.text.template_files import load_template, special_variables
 from quire.launch.text.tokenizer_checks import check_speed, check_token_ids
 from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.model.descriptions import TOKENIZER, TOKENIZER_CONFIG, read_description
@@ -90,6 +89,7 @@ class TextIn:
         written = "" if template is None else template.source
         tags = {token.content for token in added.values() if _is_tag(token.content) and token.content in written}
         self.protect(self._special_texts | tags)
+        self._thoughts = ("", "")  # the markers are not among these
         if self._special_texts:
             self._plain = Tokenizer.from_str(tokenizer.to_str())
             self._plain.encode_special_tokens = True
@@ -126,12 +126,15 @@ class TextIn:
             text_in.truncation_side = "left"
         kind = config.get("tokenizer_class")
         named = {"tokenizer_class": kind} if isinstance(kind, str) else {}
-        text_in.tokenizer_info = named | _special_variables(config)
+        text_in.tokenizer_info = named | special_variables(config)
         return text_in
 
     def protect(self, texts: Iterable[str]) -> None:
-        """Make these texts, such as thinking markers, plain text where they are part of a request's conversation."""
-        self._control.update(text for text in texts if text)
+        """Make texts plain text in a request's conversation. Two texts are the markers of thinking."""
+        texts = [text for text in texts if text]
+        self._thoughts = (texts[0], texts[1]) if len(texts) == 2 else ("", "")
+        self._special_besides = special_pattern(self._control.difference(texts))
+        self._control.update(texts)
         self._spelled.clear()
         self._special = special_pattern(self._control)
 
@@ -189,26 +192,43 @@ class TextIn:
         tokenizer = self._require_tokenizer("messages")
         if self.template is None:
             raise InvalidRequest(NO_TEMPLATE, "messages")
-        tools, variables = options.tools, options.variables
         try:
-            if self._special is not None:
-                messages = mark_special(messages, self._special)
-                tools = mark_special(tools, self._special)
-                variables = mark_special(variables, self._special)
-            text = self.template.render(
-                messages,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                variables=variables,
-                tools=tools,
-                max_chars=max_tokens * self.max_token_chars,
-            )
+            given = mark_special([messages, options.tools, options.variables], None)
+            marked = self._marked(given)
+            texts = [
+                self.template.render(
+                    messages,
+                    add_generation_prompt=options.add_generation_prompt,
+                    continue_final_message=options.continue_final_message,
+                    variables=variables,
+                    tools=tools,
+                    max_chars=2 * max_tokens * self.max_token_chars,  # with marks; the text alone is checked below
+                )
+                for messages, tools, variables in ([given] if marked == given else [given, marked])
+            ]
+            text = with_marks(texts[0], texts[-1])
         except RenderedTooLong:
             raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
         except RecursionError:
             raise InvalidRequest("messages are nested too deeply", "messages") from None
         self._refuse_overlong(tokenizer, text, max_tokens, "messages")
         return text
+
+    def _marked(self, given: list[Any]) -> list[Any]:
+        """Return messages, tools and variables with marks around text that stays plain.
+
+        The thinking markers of an earlier answer have none if its thoughts are closed: they are the model's own, which
+        clients of servers without a reasoning parser send back. Others could leave thoughts open for what follows.
+        """
+        if self._special is None:
+            return given
+        marked: list[Any] = mark_special(given, self._special)
+        start, end = self._thoughts
+        for message, made in zip(given[0], marked[0], strict=True):
+            content = message.get("content") if message.get("role") == "assistant" else None
+            if isinstance(content, str) and content.find(end) > content.rfind(start):
+                made["content"] = mark_special(content, self._special_besides)
+        return marked
 
     def prepare(self) -> None:
         """Start the template's helper processes, so that the first conversation does not wait for them."""
@@ -342,45 +362,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         return msgspec.json.decode(read_description(folder, TOKENIZER_CONFIG) or "{}", type=dict[str, Any])
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         raise ConfigError(f"{path}: cannot be read as a JSON object") from None
-
-
-def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Template | None:
-    """Load the chat template: ``source`` if not empty, else chat_template.jinja, else that of tokenizer_config.json."""
-    config_path = folder / "tokenizer_config.json"
-    if source:
-        return TemplateHelper(source, _special_variables(config), "--chat-template")
-    template_path = folder / "chat_template.jinja"
-    if template_path.is_file():
-        try:
-            text = template_path.read_text(encoding="utf-8")
-        except (OSError, ValueError):
-            raise ConfigError(f"{template_path}: cannot be read as text") from None
-        return TemplateHelper(text, _special_variables(config), str(template_path))
-    default = _default_template(config.get("chat_template"), config_path)
-    return None if default is None else TemplateHelper(default, _special_variables(config), str(config_path))
-
-
-def _default_template(value: Any, path: Path) -> str | None:
-    """Return the template; from a list of named templates, the one named ``default`` or the first."""
-    if value is None or isinstance(value, str):
-        return value
-    named: dict[str, str] = {}
-    for item in value if isinstance(value, list) else [None]:
-        name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(source, str):
-            raise ConfigError(f"{path}: chat_template must be a template or a list of named templates")
-        named[name] = source
-    return named.get("default", next(iter(named.values()), None))
-
-
-def _special_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``bos_token`` and similar template variables, given as strings or as objects with a ``content``."""
-    variables: dict[str, str] = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            variables[name] = content
-    return variables
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ def chat_messages(system: Any, messages: Any) -> tuple[list[Message], bool]:
     text = _system(system)
     if text:
         found.append({"role": "system", "content": text})
-    tool_names: dict[str, str] = {}
     for i, message in enumerate(given):
         where = f"messages[{i}]"
         fields = object_at(message, where)
@@ -36,9 +35,9 @@ def chat_messages(system: Any, messages: Any) -> tuple[list[Message], bool]:
             raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
         blocks = _blocks(fields.get("content"), f"{where}.content")
         if role == "assistant":
-            found.append(_assistant(blocks, tool_names))
+            found.append(_assistant(blocks))
         else:
-            found += _user(role, blocks, tool_names)
+            found += _user(role, blocks)
     last = found[-1] if found else {}
     continues = last.get("role") == "assistant"
     if continues and last.get("tool_calls"):
@@ -61,7 +60,7 @@ def _blocks(content: Any, where: str) -> list[tuple[Mapping[str, Any], str]]:
     return [(object_at(block, f"{where}[{i}]"), f"{where}[{i}]") for i, block in enumerate(content)]
 
 
-def _user(role: str, blocks: list[tuple[Mapping[str, Any], str]], tool_names: Mapping[str, str]) -> list[Message]:
+def _user(role: str, blocks: list[tuple[Mapping[str, Any], str]]) -> list[Message]:
     """Return the results of tools as messages of their own, before the rest of the message."""
     found: list[Message] = []
     texts: list[str] = []
@@ -70,9 +69,8 @@ def _user(role: str, blocks: list[tuple[Mapping[str, Any], str]], tool_names: Ma
             call_id = string_at(block, "tool_use_id", where)
             content = block.get("content")
             parts = [] if content is None else _blocks(content, f"{where}.content")
-            result = {"role": "tool", "tool_call_id": call_id, "content": "\n".join(_text(*part) for part in parts)}
-            name = tool_names.get(call_id)
-            found.append(result if name is None else {**result, "name": name})
+            text = "\n".join(_text(*part) for part in parts)
+            found.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             texts.append(_text(block, where))
     if texts or not found:
@@ -80,8 +78,8 @@ def _user(role: str, blocks: list[tuple[Mapping[str, Any], str]], tool_names: Ma
     return found
 
 
-def _assistant(blocks: list[tuple[Mapping[str, Any], str]], tool_names: dict[str, str]) -> Message:
-    """Return an earlier answer. The names of its calls are added to ``tool_names`` by their ids."""
+def _assistant(blocks: list[tuple[Mapping[str, Any], str]]) -> Message:
+    """Return an earlier answer. Without text, its content is null beside calls."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -95,10 +93,9 @@ def _assistant(blocks: list[tuple[Mapping[str, Any], str]], tool_names: dict[str
                 call_id, name = string_at(block, "id", where), string_at(block, "name", where)
                 arguments = encoded(object_at(block.get("input"), f"{where}.input"), f"{where}.input").decode()
                 calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
-                tool_names[call_id] = name
             case _:
                 texts.append(_text(block, where))
-    message: Message = {"role": "assistant", "content": "".join(texts)}
+    message: Message = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:

@@ -1,6 +1,5 @@
 """Answers in the form of Anthropic's Messages API: one object, or a stream of named events."""
 
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from quire.launch.http.dialects.messages_body import MessagesRequest
 from quire.launch.http.dialects.parts import Dropped, Part, read_parts, whole_parts
 from quire.launch.http.routes.conversation import AnswerReader, tool_of
 from quire.launch.http.routes.formatter import Collected, Usage
+from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.serving.sse import EventStyle
 
 UNSIGNED = "unsigned"
@@ -212,10 +212,6 @@ def _event(name: str, event: msgspec.Struct) -> bytes:
     return frame(name, msgspec.json.encode(event))
 
 
-def _new_tool_id() -> str:
-    return f"toolu_{uuid.uuid4().hex[:24]}"
-
-
 def _empty_block(part: Part) -> Block:
     match part.kind:
         case "text":
@@ -223,7 +219,7 @@ def _empty_block(part: Part) -> Block:
         case "thought":
             return ThinkingBlock("", "")
         case "call":
-            return ToolUseBlock(_new_tool_id(), part.name, msgspec.Raw(b"{}"))
+            return ToolUseBlock(part.id or new_call_id(), part.name, msgspec.Raw(b"{}"))
 
 
 def _delta(part: Part) -> TextDelta | ThinkingDelta | InputDelta:
@@ -243,7 +239,7 @@ def _block(part: Part) -> Block:
         case "thought":
             return ThinkingBlock(part.text, UNSIGNED)
         case "call" if _is_object(part.text):
-            return ToolUseBlock(_new_tool_id(), part.name, msgspec.Raw(part.text.encode()))
+            return ToolUseBlock(part.id or new_call_id(), part.name, msgspec.Raw(part.text.encode()))
         case "call":
             # Arguments that were cut off. An input must be an object, and an empty one would be taken for the call's.
             return TextBlock(part.text)

@@ -17,12 +17,14 @@ class Part:
         text: added text; the arguments of a call.
         name: the function's name, in the first delta of a call only.
         index: the number of the call.
+        id: of the call, if the model has written one.
     """
 
     kind: Kind
     text: str
     name: str = ""
     index: int = 0
+    id: str = ""
 
     def continues(self, other: "Part | None") -> bool:
         """Whether this delta belongs to the same part of the answer as ``other``."""
@@ -74,7 +76,7 @@ def _part(event: Event) -> Part | Dropped:
         case Thought():
             return Part("thought", event.text)
         case CallDelta():
-            return Part("call", event.arguments, event.name or "", event.index)
+            return Part("call", event.arguments, event.name or "", event.index, event.id or "")
         case CallDropped():
             return Dropped(event.index)
         case _:

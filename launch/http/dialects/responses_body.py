@@ -16,6 +16,7 @@ from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import ChatRequest, Parser
 from quire.launch.http.schema.unknown_fields import Ignored
 from quire.launch.text.chat_template import Message
+from quire.launch.text.message_form import INSTRUCTIONS
 from quire.launch.text.messages import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest, wrong_value
 
@@ -195,7 +196,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
 
 def _messages(body: ResponsesBody, items: Sequence[Item], num_before: int) -> list[Message]:
     messages = chat_messages(body.instructions, items, num_before)
-    if not body.generate and all(message["role"] == "system" for message in messages):
+    if not body.generate and all(message["role"] in INSTRUCTIONS for message in messages):
         # A prompt needs a turn. The text before it is the same with the later turn.
         messages.append({"role": "user", "content": ""})
     return messages

@@ -8,6 +8,7 @@ from typing import Any
 from quire.launch.http.dialects.responses_tools import ToolName
 from quire.launch.http.dialects.text_parts import encoded, joined_text, list_at, object_at, string_at
 from quire.launch.text.chat_template import Message
+from quire.launch.text.message_form import INSTRUCTIONS
 from quire.protocol.errors import InvalidRequest, wrong_value
 
 Item = Mapping[str, Any]
@@ -45,8 +46,7 @@ def _opened(prefix: str, sealed: str) -> str:
 def chat_messages(instructions: str, items: Sequence[Item], num_before: int = 0) -> list[Message]:
     """Return a conversation as messages of chat.
 
-    The thoughts, the text and the calls of one answer are items of their own here, and one message there. Instructions
-    and the developer's messages before the first other item become the one system message that chat templates expect.
+    The thoughts, the text and the calls of one answer are items of their own here, and one message there.
 
     Args:
         num_before: the items that precede the request's own.
@@ -62,16 +62,14 @@ def chat_messages(instructions: str, items: Sequence[Item], num_before: int = 0)
 
 class _Conversation:
     def __init__(self, instructions: str) -> None:
-        self._system = [instructions] if instructions else []
-        self._messages: list[Message] = []
+        self._messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
         self._answer: Message | None = None
         """The assistant's message that further items may still extend."""
-        self._tool_names: dict[str, str] = {}
+        self._call_ids: set[str] = set()
 
     def messages(self) -> list[Message]:
         self._end_answer()
-        system = [{"role": "system", "content": "\n\n".join(self._system)}] if self._system else []
-        return [*system, *self._messages]
+        return self._messages
 
     def add(self, item: Item, where: str) -> None:
         kind = item.get("type", "message" if "role" in item else None)
@@ -108,12 +106,7 @@ class _Conversation:
             answer["content"] = text
             return
         self._end_answer()
-        if role == "user":
-            self._messages.append({"role": "user", "content": text})
-        elif self._messages:
-            self._messages.append({"role": "system", "content": text})
-        else:
-            self._system.append(text)
+        self._messages.append({"role": role, "content": text})
 
     def _add_thought(self, item: Item, where: str) -> None:
         text = ""
@@ -132,10 +125,8 @@ class _Conversation:
             raise InvalidRequest(text, f"{where}.encrypted_content")
         self._end_answer()
         text = f"Summary of the conversation before this point:\n{summary}"
-        if self._messages:
-            self._messages.append({"role": "user", "content": text})
-        else:
-            self._system.append(text)
+        is_begun = any(message["role"] not in INSTRUCTIONS for message in self._messages)
+        self._messages.append({"role": "user" if is_begun else "system", "content": text})
 
     def _add_call(self, item: Item, arguments: str, where: str) -> None:
         call_id = string_at(item, "call_id", where)
@@ -143,16 +134,15 @@ class _Conversation:
         function = {"name": tool.in_chat, "arguments": arguments}
         answer = self._open_answer(may_have=("content", "tool_calls"))
         answer.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
-        self._tool_names[call_id] = tool.in_chat
+        self._call_ids.add(call_id)
 
     def _add_result(self, item: Item, where: str) -> None:
         call_id = string_at(item, "call_id", where)
         text = joined_text(item.get("output"), f"{where}.output", TEXT_KINDS)
-        if call_id not in self._tool_names:
+        if call_id not in self._call_ids:
             raise wrong_value(f"{where}.call_id", "the call_id of a call before it", call_id)
         self._end_answer()
-        result = {"role": "tool", "tool_call_id": call_id, "content": text, "name": self._tool_names[call_id]}
-        self._messages.append(result)
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _open_answer(self, may_have: Sequence[str]) -> Message:
         """Return the message to extend. An answer that has more than thoughts and ``may_have`` already is ended."""
@@ -161,7 +151,7 @@ class _Conversation:
             self._end_answer()
             answer = None
         if answer is None:
-            answer = self._answer = {"role": "assistant", "content": ""}
+            answer = self._answer = {"role": "assistant", "content": None}
         return answer
 
     def _end_answer(self) -> None:

@@ -38,9 +38,9 @@ def new_item(part: Part, tool: ToolName, seals_thoughts: bool) -> OpenItem:
         case "thought":
             return _ThoughtItem(seals_thoughts)
         case "call" if tool.is_custom:
-            return _CustomCallItem(tool)
+            return _CustomCallItem(tool, part.id)
         case "call":
-            return _CallItem(tool)
+            return _CallItem(tool, part.id)
 
 
 class _MessageItem:
@@ -108,8 +108,8 @@ class _ThoughtItem:
 
 
 class _CallItem:
-    def __init__(self, tool: ToolName) -> None:
-        self.item = _begun("fc", "function_call", **_call(tool), arguments="")
+    def __init__(self, tool: ToolName, call_id: str) -> None:
+        self.item = _begun("fc", "function_call", **_call(tool, call_id), arguments="")
         self._texts: list[str] = []
 
     def begin(self) -> Events:
@@ -134,8 +134,8 @@ class _CallItem:
 class _CustomCallItem:
     """The call of a custom tool. Its text is the one argument of a function, so it is sent when that is complete."""
 
-    def __init__(self, tool: ToolName) -> None:
-        self.item = _begun("ctc", "custom_tool_call", **_call(tool), input="")
+    def __init__(self, tool: ToolName, call_id: str) -> None:
+        self.item = _begun("ctc", "custom_tool_call", **_call(tool, call_id), input="")
         self._is_raw = tool.is_raw
         self._texts: list[str] = []
 
@@ -172,6 +172,6 @@ def _begun(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
     return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
 
 
-def _call(tool: ToolName) -> dict[str, str]:
-    fields = {"call_id": new_call_id(), "name": tool.name}
+def _call(tool: ToolName, call_id: str) -> dict[str, str]:
+    fields = {"call_id": call_id or new_call_id(), "name": tool.name}
     return {**fields, "namespace": tool.namespace} if tool.namespace else fields

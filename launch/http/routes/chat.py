@@ -303,20 +303,20 @@ def _joined(events: Sequence[Event], kind: type[Content] | type[Thought]) -> str
 def _call_delta(call: CallDelta) -> ToolCallDelta:
     if call.name is None:
         return ToolCallDelta(call.index, FunctionDelta(call.arguments))
-    return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), new_call_id(), "function")
+    return ToolCallDelta(call.index, FunctionDelta(call.arguments, call.name), call.id or new_call_id(), "function")
 
 
 def whole_calls(events: Sequence[Event]) -> list[ToolCall]:
     """Return the calls of a complete answer, without those that were dropped."""
-    names: dict[int, str] = {}
+    heads: dict[int, tuple[str, str]] = {}
     arguments: dict[int, list[str]] = {}
     for event in events:
         if isinstance(event, CallDelta):
-            names.setdefault(event.index, event.name or "")
+            heads.setdefault(event.index, (event.id or new_call_id(), event.name or ""))
             arguments.setdefault(event.index, []).append(event.arguments)
         elif isinstance(event, CallDropped):
-            del names[event.index]
-    return [ToolCall(new_call_id(), Function(name, "".join(arguments[index]))) for index, name in names.items()]
+            del heads[event.index]
+    return [ToolCall(head[0], Function(head[1], "".join(arguments[index]))) for index, head in heads.items()]
 
 
 def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:

@@ -1,6 +1,7 @@
 """Outputs that are constrained to be tool calls, as events."""
 
-import uuid
+import secrets
+import string
 
 from quire.launch.http.schema.tools import ToolUse
 from quire.launch.text.parsing.answer_parser import CallDelta, Event, Thought
@@ -9,7 +10,8 @@ from quire.launch.text.text_out import StopStrings
 
 
 def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Return an id that every template takes in the next turn: those of Mistral refuse other forms."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 class RequiredCalls:

@@ -146,7 +146,6 @@ COMPLETION = [
 CHAT = [
     *[("messages", value, "messages must be a list of at least one message") for value in ([], "x", 7, {})],
     ("messages", None, "messages is required"),
-    ("messages", [{"role": "system", "content": "x"}], "other than system messages"),
     ("top_logprobs", 3, "top_logprobs needs logprobs to be true"),
     ("top_logprobs", 21, "top_logprobs must be an integer from 0 to 20"),
     ("logprobs", 1, "logprobs must be true or false"),

@@ -121,7 +121,7 @@ class TestAnswer:
         assert [block["input"] for block in message["content"]] == [call["parameters"] for call in CALLS]
         ids = {block["id"] for block in message["content"]}
         assert len(ids) == 2
-        assert all(each.startswith("toolu_") for each in ids)
+        assert all(len(each) == 9 and each.isalnum() for each in ids)
 
     def test_one_tool_and_no_parallel_calls(self, ask: Any, engine: Any) -> None:
         engine.reply = "{}"

@@ -267,7 +267,8 @@ class TestPrompt:
         ]
         assert ask(input=items, instructions="Be good.").status_code == 200
         assert prompt() == (
-            "<|im_start|>system\nBe good.\n\nBe brief.<|im_end|>\n<|im_start|>user\nweather?<|im_end|>\n"
+            "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+            "<|im_start|>user\nweather?<|im_end|>\n"
             "<|im_start|>assistant\nI look.<|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n"
             "<|im_start|>tool\ndone<|im_end|>\n"
             "<|im_start|>system\nGo on.<|im_end|>\n<|im_start|>assistant\n"
@@ -283,7 +284,7 @@ class TestPrompt:
         for thought in thoughts:
             messages = chat_messages("", [thought, {"role": "assistant", "content": "I look."}, call, thought, call])
             assert [message["reasoning_content"] for message in messages] == ["hm", "hm"]
-            assert [message["content"] for message in messages] == ["I look.", ""]
+            assert [message["content"] for message in messages] == ["I look.", None]
             names = [each["function"]["name"] for message in messages for each in message["tool_calls"]]
             assert names == ["mcp__git__log"] * 2
         foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAAB"}

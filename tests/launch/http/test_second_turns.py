@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
+from quire.launch.text.chat_template import ChatTemplate
 from quire.launch.text.messages import check_messages
 from quire.protocol.errors import InvalidRequest
 
@@ -100,8 +101,9 @@ def test_answers_with_calls(client: Any, engine: Any, client_name: str, result: 
     messages = [USER, CALLING[client_name], result]
     assert client.chat(messages=messages, tools=[TOOL]).status_code == 200
     _, answer, given = check_messages(messages)
-    assert answer == {"role": "assistant", "content": "", "tool_calls": [AS_TEMPLATES_READ_IT]}
-    assert given["content"] == "12:00" and given["tool_call_id"] == "call_3520"
+    content = CALLING[client_name]["content"]
+    assert answer == {"role": "assistant", "content": content, "tool_calls": [AS_TEMPLATES_READ_IT]}
+    assert given == {"role": "tool", "content": "12:00", "tool_call_id": "call_3520", "name": "clock"}
 
 
 @pytest.mark.parametrize("choice", ["required", None])
@@ -115,6 +117,47 @@ def test_openai_sends_our_own_answer_back(client: Any, engine: Any, choice: str 
     for sent in (message.model_dump(), message.model_dump(exclude_unset=True), first.json()["choices"][0]["message"]):
         response = client.chat(messages=[USER, sent, *results, USER], tools=[TOOL])
         assert response.status_code == 200, response.text
+
+
+DEMANDING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first or m.role == 'developer' %}"
+    "{{ raise_exception('roles') }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ raise_exception('ids') if c.id | length != 9 }}{{ c.id }}{{ c.function.name }}{% endfor %}"
+    "{{ 'nothing' if m.content is none else m.content }}{{ m.tool_call_id }}{{ m.name }};{% endfor %}"
+)
+"""Only one system message, and ids of nine letters or digits."""
+
+
+def test_second_turns_are_the_same_prompt_on_each_route(
+    client: Any, engine: Any, text_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.max_model_len, engine.reply = 2000, json.dumps([{"name": "clock", "parameters": {"zone": "UTC"}}])
+    monkeypatch.setattr(text_in, "template", ChatTemplate(DEMANDING, {}, "test"))
+    schema = TOOL["function"]["parameters"]
+    flat = {"type": "function", "name": "clock", "parameters": schema}
+    named = [{"name": "clock", "input_schema": schema}]
+    chat = client.chat(tools=[TOOL], tool_choice="required").json()["choices"][0]["message"]
+    anthropic = {"messages": [USER], "tools": named, "max_tokens": 900}
+    block = client.post("/v1/messages", {**anthropic, "tool_choice": {"type": "any"}}).json()["content"][0]
+    item = client.post("/v1/responses", {"input": "hello", "tools": [flat], "tool_choice": "required"}).json()["output"]
+    ids = [chat["tool_calls"][0]["id"], block["id"], item[0]["call_id"]]
+    assert len(set(ids)) == 3 and all(len(each) == 9 and each.isalnum() for each in ids)
+    engine.added.clear()
+    for call_id in (ids[0], "call_of_another_server"):
+        chat["tool_calls"][0]["id"] = block["id"] = item[0]["call_id"] = call_id
+        result = {"role": "tool", "tool_call_id": call_id, "content": "12:00"}
+        messages = [{"role": "system", "content": "S"}, USER, chat, result, {"role": "developer", "content": "D"}]
+        assert client.chat(messages=messages, tools=[TOOL]).status_code == 200
+        user = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "12:00"}]}
+        turns = [USER, {"role": "assistant", "content": [block]}, user, {"role": "system", "content": "D"}]
+        assert client.post("/v1/messages", {**anthropic, "system": "S", "messages": turns}).status_code == 200
+        output = {"type": "function_call_output", "call_id": call_id, "output": "12:00"}
+        items = [USER, item[0], output, {"role": "developer", "content": "D"}]
+        body = {"input": items, "tools": [flat], "instructions": "S"}
+        assert client.post("/v1/responses", body).status_code == 200
+    prompts = [text_in.decode(added.prompt) for added in engine.added]
+    assert set(prompts[:3]) == {f"S\n\nD;hello;{ids[0]}clocknothing;12:00{ids[0]}clock;"}
+    assert len(set(prompts[3:])) == 1 and "call_of" not in prompts[3]
 
 
 class TestReasoning:

@@ -26,6 +26,8 @@ THINKING = (
     f"{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}{START}"
 )
 NO_END = EACH + "{{ m.role }}: {{ m.content }}{% if not loop.last %}{{ '\n\n' }}{% endif %}{% endfor %}" + START
+ONE_SYSTEM = EACH + "{% if m.role == 'system' and not loop.first %}{{ raise_exception('one') }}{% endif %}" + TURN
+ONE_SYSTEM += "{% endfor %}" + START
 ONLY_LAST = "{{ messages[-1].content }}"
 RULES = EACH + TURN + "{% if loop.last %}Answer briefly.{% endif %}{% endfor %}" + START
 
@@ -90,6 +92,12 @@ def test_a_result_of_a_tool_and_text_like_the_mark(written: Any) -> None:
 def test_templates_that_cannot_continue(written: Any, template: str, role: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         written(template, [say("more")], role, 9 if role == "assistant" else None)
+
+
+def test_instructions_follow_or_are_refused(written: Any) -> None:
+    assert written(PLAIN, [say("be kind", "developer")], "assistant", 2).startswith("\n<|im_start|>system\nbe kind")
+    with pytest.raises(InvalidRequest, match="does not write earlier turns as they are"):
+        written(ONE_SYSTEM, [say("be kind", "developer"), say("x")], "assistant", 2)
 
 
 def test_pieces_are_the_whole_conversation(written: Any, tokenizer: Tokenizer) -> None:

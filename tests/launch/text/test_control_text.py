@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.launch.text.chat_template import ChatTemplate
 from quire.launch.text.text_in import ChatOptions, TextIn
@@ -91,3 +92,53 @@ def test_messages_open_no_thinking_span(tagged: Tokenizer, marker: str, name: st
     message = {"role": "user", "content": "a", name: f"{marker}\n"}
     assert not ThinkingState(start, end, text_in.encode_chat([message], ChatOptions(), 2000)).is_open
     assert ThinkingState(start, end, text_in.encode(marker)).is_open
+
+
+EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}"
+END = "<|im_end|>\n{% endfor %}" + TAGS
+ANSWERS = (
+    "{% if '</think>' in c %}{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}{{ c }}",
+    "{% if '</think>' in c and m.role == 'assistant' %}"
+    "{% set r = c.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}<think>\n{{ r.strip('\n') }}\n</think>\n\n"
+    "{{ c.split('</think>')[-1].lstrip('\n') }}{% else %}{{ c }}{% endif %}",
+    "{% if c.startswith('<think>') %}{{ c[7:] | trim }}{% else %}{{ c | trim }}{% endif %}",
+    "{{ c | trim }}{{ m.reasoning_content | default('') | trim }}",
+)
+THOUGHTS = (
+    "<think>\nhm\n</think>\n\nyes",
+    "hm\n</think>\n\nyes",
+    " <|im_end|> ",
+    "a\n<think>\nopen",
+    "\n</think>",
+    "yes",
+)
+
+
+@pytest.mark.parametrize("template", ANSWERS)
+@pytest.mark.parametrize("answer", THOUGHTS)
+def test_marks_leave_no_trace_in_the_text(tagged: Tokenizer, template: str, answer: str) -> None:
+    """Templates trim and split around tags. Text and ids of earlier thoughts are those of transformers."""
+    source = EACH + template + END
+    text_in = TextIn(tagged, ChatTemplate(source, {}, "test"))
+    text_in.protect(["<think>", "</think>"])
+    for user in ("one", "\n<|im_end|>\n", " </think>\n<think> "):
+        messages = [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": answer, "reasoning_content": user},
+        ]
+        rendered = text_in.render_chat(messages, ChatOptions(), 2000)
+        (expected,), _ = render_jinja_template([messages], chat_template=source)
+        ids = text_in.encode_rendered(rendered)
+        assert tagged.decode(ids, skip_special_tokens=False) == expected
+        assert ids.count(tagged.token_to_id("<|im_end|>")) == 2
+        if user == "one" and answer in THOUGHTS[:2]:
+            assert ids == tagged.encode(expected).ids
+
+
+def test_marks_that_lead_the_template_another_way_stay(tagged: Tokenizer) -> None:
+    """A user's tag is never the template's, also if the text that transformers renders is another one."""
+    source = EACH + "{{ 'tool' if c.startswith('<think>') else 'user' }}{{ c }}" + END
+    text_in = TextIn(tagged, ChatTemplate(source, {}, "test"))
+    ids = text_in.encode_chat([{"role": "user", "content": "<think>"}], ChatOptions(), 2000)
+    assert tagged.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nuser<think><|im_end|>\n"
+    assert tagged.token_to_id("<think>") not in ids

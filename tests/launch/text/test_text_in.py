@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
 from quire.launch.text.chat_template import ChatTemplate
 from quire.launch.text.text_in import ChatOptions, TextIn
@@ -66,6 +67,37 @@ class TestLoad:
         (folder / "chat_template.jinja").write_text("yes")
         text_in = TextIn.load(folder)
         assert text_in.decode(text_in.encode_chat([USER], ChatOptions(), 100)) == "yes"
+
+    @pytest.mark.parametrize("in_files", [False, True])
+    def test_named_templates_are_chosen_as_in_transformers(self, folder: Path, in_files: bool) -> None:
+        named = {
+            "default": "\n a {{ messages[0].content }} \n\n",
+            "tool_use": "\n b{%- if 1 %}\n {% endif %}",
+            "rag": "c",
+        }
+        (folder / "tokenizer_config.json").write_text('{"chat_template": "d"}')
+        if in_files:
+            (folder / "additional_chat_templates").mkdir()
+            (folder / "chat_template.jinja").write_text(named.pop("default"))
+            for name, source in named.items():
+                (folder / f"additional_chat_templates/{name}.jinja").write_text(source)
+        else:
+            config = [{"name": name, "template": source} for name, source in named.items()]
+            (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": config}))
+        reference, text_in = PreTrainedTokenizerFast.from_pretrained(folder), TextIn.load(folder)
+        for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+            expected = reference.apply_chat_template([USER], tools=tools, tokenize=False)
+            assert text_in.render_chat([USER], ChatOptions(tools=tools), 100) == expected
+        text_in.close()
+
+    def test_named_templates_without_a_default(self, folder: Path) -> None:
+        config = [{"name": "tool_use", "template": "yes"}, {"name": "rag", "template": "no"}]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": config}))
+        text_in = TextIn.load(folder)
+        assert text_in.render_chat([USER], ChatOptions(tools=[{}]), 100) == "yes"
+        with pytest.raises(InvalidRequest, match="no default template, only rag, tool_use: use --chat-template"):
+            text_in.render_chat([USER], ChatOptions(), 100)
+        text_in.close()
 
     @pytest.mark.parametrize(
         ("name", "text"),

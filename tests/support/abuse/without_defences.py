@@ -55,7 +55,7 @@ def in_new_processes(code: str) -> Iterator[None]:
 
 def text_of_requests_is_marked() -> Patch:
     """Text of a request may become control tokens and thinking markers."""
-    return mock.patch.object(text_in, "mark_special", lambda value, pattern: value)
+    return mock.patch.object(text_in, "mark_special", lambda value, *_, **__: value)
 
 
 def each_address_is_a_tenant() -> Patch:
