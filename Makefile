@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -P -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -P -m pip install --quiet --progress-bar off --disable-pip-version-check
+# pip and venv may be silent for minutes: this prints a line per step, and one every four seconds.
+STEP := @sh tools/step.sh $(VENV)/pip.log
 # The torch release that the tests use. It is installed first, so that no later requirement replaces it.
 TORCH ?= torch==2.13.0
 # Wheels for a GPU machine without a network whose Python has torch, triton and transformers, but may lack these.
@@ -34,19 +36,21 @@ install: $(VENV)/.installed ## create .venv with the packages for serving
 install-dev: $(VENV)/.installed-dev ## create .venv with the packages for serving, tests and linters
 
 $(VENV)/.installed: pyproject.toml quire/version.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) "$(TORCH)"
-	$(PIP) -e ".[bench]"
-	touch $@
+	@test -x $(BIN)/python || sh tools/step.sh $(VENV)/pip.log "Creating $(VENV)" $(PYTHON) -m venv $(VENV)
+	$(STEP) "Installing $(TORCH) into $(VENV): several hundred MB, minutes on a slow network" $(PIP) "$(TORCH)"
+	$(STEP) "Installing Quire and what it needs into $(VENV)" $(PIP) -e ".[bench]"
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) -e ".[bench,dev]"
-	touch $@
+	$(STEP) "Installing linters and what the tests need into $(VENV)" $(PIP) -e ".[bench,dev]"
+	@touch $@
 
 serve: install ## serve the demo model, or MODEL=/path/to/checkpoint, on HOST and PORT; ARGS="..." adds flags
-	$(BIN)/quire serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
+	@$(BIN)/quire serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS) || { \
+		status=$$?; test $$status != 78 || echo "make: set another address or model with HOST=, PORT= and MODEL=," \
+		"for example: make serve PORT=8001" >&2; exit $$status; }
 
-test: install-dev lint ## lint, check types, and run the default tests (under 3 minutes on two cores)
+test: install-dev lint ## lint, check types, and run the default tests (about 6 minutes on two cores)
 	$(PYTEST) $(IN_PARALLEL)
 
 test-rest: install-dev ## run the tests of test-full that test leaves out

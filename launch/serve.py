@@ -3,6 +3,7 @@
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.version import __version__
 
 SAME_SIGNAL_S = 1.0
+PROGRESS_S = 4.0
+"""Seconds between two lines about a start that takes longer."""
 
 
 class Signals:
@@ -78,6 +81,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         admin_api_key=read_admin_keys(options, keys),
     )
     with Listener(options) as listener:
+        _say(options, f"starting {model_name} on {listener.address}")
         fd = listener.socket.fileno()
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"Quire {__version__} serves {model_name} on {listener.address}"
@@ -136,8 +140,14 @@ def _run(
     signals = Signals(processes)
     write_settings(processes.directory, options, server_adapters(config, options))
     processes.start_all()
+    said_at = started
     while not processes.is_ready and not signals.count:
-        processes.watch(None)
+        processes.watch(1.0)
+        now = time.monotonic()
+        has_bar = "loads weights" in processes.awaited and sys.stderr.isatty()
+        if now > said_at + PROGRESS_S and not has_bar:
+            said_at = now
+            _say(options, f"starting for {now - started:.0f} s: {processes.awaited}")
     if not signals.count:
         if config.sampling_defaults:
             values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())
@@ -161,6 +171,12 @@ def _run(
         processes.watch(0.5)
     if signals.count >= 2:
         processes.kill_all()
+
+
+def _say(options: ServeOptions, text: str) -> None:
+    """Write a line about the start, unless a log level asks for less."""
+    if options.logs.level not in ("WARNING", "ERROR"):
+        write_line(text)
 
 
 def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:

@@ -113,7 +113,9 @@ class WorkerLoop:
             group = join(config)
             if configure.num_blocks:
                 config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
-            runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress)
+            say = self._commands.report_phase
+            say("prepares kernels")
+            runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress, say=say)
             if config.cpu_offload_bytes or config.ssd_cache_bytes:
                 self._mover = make_mover(runner, group, config, self._watcher.wake)
                 ready = msgspec.structs.replace(ready, page_bytes=self._mover.page_bytes)

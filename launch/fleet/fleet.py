@@ -100,6 +100,11 @@ class Fleet:
         return self.policy.is_ready
 
     @property
+    def awaited(self) -> str:
+        """The engines that a start waits for, for people."""
+        return ", ".join(f"engine {each.number}" for each in self.slots if each.state == "starting") or "connecting"
+
+    @property
     def wakeup_fd(self) -> int:
         """A descriptor; a byte written to it makes ``watch`` return."""
         return self._children.wakeup_fd

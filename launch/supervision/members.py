@@ -81,6 +81,8 @@ class Member:
     index: int = 0
     """The rank of a worker in the group, or the number of a front end or of an engine."""
     started: bool = False
+    phase: str = ""
+    """What the start of a worker does, for people."""
     ready: bool = False
     joined: int = 0
     """The last worker epoch that it reported to have joined."""

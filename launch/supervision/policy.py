@@ -117,6 +117,8 @@ class SupervisionPolicy:
         match report.event:
             case "started":
                 member.started = True
+            case "alive":
+                member.phase = report.text or member.phase
             case "joined":
                 member.joined = report.worker_epoch
                 self._check_adoption()
@@ -189,6 +191,12 @@ class SupervisionPolicy:
         """Whether the scheduler (which waits for the workers) and the front ends are ready."""
         needed = [m for m in self.members if m.role != "worker"]
         return len(needed) == 1 + self._counts.num_front_ends and all(m.ready for m in needed)
+
+    @property
+    def awaited(self) -> str:
+        """What the processes do that a start waits for, for people."""
+        doing = [f"{m.role} {m.phase or 'loads its Python modules'}" for m in self.members if m.phase or not m.started]
+        return ", ".join(doing).replace("frontend", "front end") or "connecting"
 
     @property
     def pids(self) -> dict[str, list[int]]:

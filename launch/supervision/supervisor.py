@@ -117,6 +117,10 @@ class Supervisor:
         return self.policy.is_ready
 
     @property
+    def awaited(self) -> str:
+        return self.policy.awaited
+
+    @property
     def wakeup_fd(self) -> int:
         """A descriptor; a byte written to it makes ``watch`` return."""
         return self._children.wakeup_fd

@@ -47,12 +47,13 @@ class Report(msgspec.Struct, omit_defaults=True):
     """One line of a child's status pipe.
 
     Attributes:
-        event: started; alive; joined (a worker moves to the group of ``worker_epoch``); ready (the scheduler: that
-            group can run steps; a front end: it accepts connections); progress (that group committed a first token);
-            suspect_confirmed (a request that made that group die has ended); group_failed (the scheduler gives that
-            group up for the reason ``text``); failed (the child exits for the reason ``text``); incarnation (an engine:
-            its scheduler now is ``incarnation``); drained (a front end: it has no request on ``engine``); order (a
-            front end: an administrator orders ``text``, of launch/fleet, for ``engine``).
+        event: started; alive (``text``: what the start of a worker does now); joined (a worker moves to the group of
+            ``worker_epoch``); ready (the scheduler: that group can run steps; a front end: it accepts connections);
+            progress (that group committed a first token); suspect_confirmed (a request that made that group die has
+            ended); group_failed (the scheduler gives that group up for the reason ``text``); failed (the child exits
+            for the reason ``text``); incarnation (an engine: its scheduler now is ``incarnation``); drained (a front
+            end: it has no request on ``engine``); order (a front end: an administrator orders ``text``, of
+            launch/fleet, for ``engine``).
         text: one line for people, or the order.
         engine: number of the engine; -1 for all.
     """

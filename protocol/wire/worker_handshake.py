@@ -33,6 +33,10 @@ class WorkerCommands:
             self._command = command
         return self._command is not None
 
+    def report_phase(self, text: str) -> None:
+        """Report what the start of this worker does now."""
+        self._child.report(Report("alive", text))
+
     def take(self) -> Command | None:
         """Wait for a command. Return a join command, confirmed to the supervisor, or None to exit."""
         while not self.pending:

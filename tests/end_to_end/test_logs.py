@@ -26,6 +26,7 @@ def test_every_process_writes_json_lines() -> None:
     finally:
         assert server.stop(signal.SIGTERM) == 0
     records = [json.loads(line) for line in server.log]
+    assert records[0]["message"] == f"starting quire-demo on {server.url}"
     assert {record["component"] for record in records} >= {"quire.http", "quire.supervisor", "quire.worker"}
     # What the chat template loses of requests, once for both front ends.
     lost = [record["message"] for record in records if record["level"] == "WARNING" and "template" in record["message"]]
@@ -39,3 +40,10 @@ def test_every_process_writes_json_lines() -> None:
     assert 'vllm:request_success_total{finished_reason="length",model_name="quire-demo"} 1.0' in metrics
     assert "quire:" not in metrics and 'vllm:cache_config_info{block_size="16",' in metrics
     assert "vllm:iteration_tokens_total_count{" in metrics
+
+
+@pytest.mark.full
+def test_a_start_at_level_warning_is_quiet_until_it_is_ready() -> None:
+    server = Served("--simulate", "constant:1", "--num-gpu-blocks-override", "200", "--log-level", "warning")
+    assert server.stop() == 0
+    assert not [line for line in server.log if line.startswith("starting")]

@@ -52,6 +52,7 @@ def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
 
 
 def test_logs_that_it_is_simulated(server: Served) -> None:
+    assert server.log[0] == f"starting quire-demo on {server.url}\n"
     line = next(line for line in server.log if "simulated worker" in line)
     assert "tokens are random" in line and "2 ms per step" in line and "num_blocks=500" in line
     workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.simulate.worker_process")]

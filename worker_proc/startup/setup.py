@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -43,13 +44,19 @@ ONE_THREAD_BELOW_BYTES = 16 * 2**20
 
 
 def make_runner(
-    config: EngineConfig, layout: KVLayout, *, group: TensorParallel | None = None, progress: bool = False
+    config: EngineConfig,
+    layout: KVLayout,
+    *,
+    group: TensorParallel | None = None,
+    progress: bool = False,
+    say: Callable[[str], None] = lambda phase: None,
 ) -> tuple[ModelRunner, Ready]:
     """Make the runner and its Ready message. Cheap checks come first: headers, memory plan, then weights.
 
     Args:
         group: the worker group; None: a single rank.
         progress: show a progress bar while weights are loaded.
+        say: called with what the start does, for people.
 
     Raises:
         ConfigError: the device, the checkpoint or the memory cannot be used.
@@ -63,10 +70,8 @@ def make_runner(
     ops = pick_ops(device, config.deterministic)
 
     def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Model:
-        """Build the model on a device, or on ``meta``, with shapes but no data.
-
-        Draft models have no adapters. All ranks choose the same experts, which the first one keeps.
-        """
+        """Build the model on a device, or on ``meta`` without data. Draft models have no adapters; all ranks choose the
+        same experts, which the first one keeps."""
         return build_model(
             of,
             dtypes.weights,
@@ -89,9 +94,7 @@ def make_runner(
         set_threads(size, math.prod(config.sharing(group.rank)))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     backend = pick_backend(config, layout, device, capability, head_scales=have_head_scales(scales))
-    draft_backend = None
-    if draft_plan is not None:
-        draft_backend = pick_backend(draft_plan.config, draft_plan.layout, device, capability)
+    draft_backend = pick_backend(draft_plan.config, draft_plan.layout, device, capability) if draft_plan else None
     block_size = fit_block_size(config, layout, [each for each in (backend, draft_backend) if each is not None])
     config, layout = msgspec.structs.replace(config, block_size=block_size), layout.with_block_size(block_size)
     if draft_plan is not None:
@@ -101,6 +104,7 @@ def make_runner(
     adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
     plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes, rank=group.rank)
     log_plan(plan, config.max_model_len)
+    say("loads weights")
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     if isinstance(model, Decoder):
@@ -113,6 +117,7 @@ def make_runner(
     if device.type == "cuda" and draft is None and layout.groups:
         plan = measured_plan(plan, config, layout, device, make, expert_bytes)
     _log_parts(config, plan, adapter_bytes, expert_bytes)
+    say("runs its first steps")
     runner = make(plan.num_blocks, draft=draft)
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}

@@ -107,6 +107,18 @@ class FakeRunner:
             self.policy.check()
 
 
+def test_names_what_a_start_waits_for() -> None:
+    runner = FakeRunner(num_front_ends=1)
+    doing = "loads its Python modules"
+    assert runner.policy.awaited == f"scheduler {doing}, worker {doing}, front end {doing}"
+    for process in runner.started:
+        runner.policy.reported(process, Report("started"), runner.now)
+    assert runner.policy.awaited == "connecting"
+    for report in (Report("alive", "loads weights"), Report("alive")):
+        runner.policy.reported(runner.one("worker"), report, runner.now)
+        assert runner.policy.awaited == "worker loads weights"
+
+
 def test_start_of_an_engine() -> None:
     runner = FakeRunner(num_ranks=2, num_front_ends=2)
     assert [process.role for process in runner.started] == ["scheduler", "worker", "worker", "frontend", "frontend"]
