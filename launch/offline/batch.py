@@ -140,7 +140,8 @@ class Batch:
         while self._open:
             self._engine.receive()
             while self._touched:
-                self._advance(self._open[self._touched.popleft()], bar)
+                if sample := self._open.get(self._touched.popleft()):  # else ended, if ``on_text`` makes calls
+                    self._advance(sample, bar)
             self._submit()
 
     def abort(self) -> None:

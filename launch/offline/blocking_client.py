@@ -1,17 +1,19 @@
 """The engine client over ZeroMQ for a blocking caller, the offline API."""
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 
 from quire.launch.frontend.session import Session
 from quire.launch.frontend.streams import Stream
+from quire.launch.offline.engine_thread import EngineThread
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import EngineError, QuireError
+from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, Control, SchedulerToFrontEnd, Statistics
@@ -20,23 +22,14 @@ from quire.protocol.wire.zmq_channel import ZmqChannel, frontend_address
 
 POLL_S = 0.5
 HEARTBEAT_S = 1.0
-
-
-class Engine(Protocol):
-    """The part of ``engine_thread.EngineThread`` that the client uses."""
-
-    incarnation: int
-    failure: QuireError | None
-
-    def fileno(self) -> int: ...
-
-    def clear_notification(self) -> None: ...
+CLOSE_S = 5.0
+"""Time that ``close`` gives the call of another thread to end, which may be in a callback of its caller."""
 
 
 class BlockingClient:
-    """Implements ``batch.BlockingEngine``. Owns the socket and the session. Not thread-safe."""
+    """Implements ``batch.BlockingEngine``. Owns the socket and the session. A thread calls it in its ``turn`` only."""
 
-    def __init__(self, config: EngineConfig, directory: Path, engine: Engine) -> None:
+    def __init__(self, config: EngineConfig, directory: Path, engine: EngineThread) -> None:
         self.config = config
         self.max_model_len = config.max_model_len
         self.vocab_size = config.model.vocab_size
@@ -44,16 +37,27 @@ class BlockingClient:
         self._engine = engine
         self._statistics: Statistics | None = None
         self._closed = False
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._incarnation = engine.incarnation
         self._beat_at = 0.0
-        self.session = Session(self._post, os.getpid())
-        self._channel: ZmqChannel | None = None
-        self._relink()
+        self.session = Session(self._post, self._pid)
+        self._channel = self._connect()
+        self.session.begin_link(after_death=False)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let one call at a time use the client. Raise EngineError if it is closed, or in a forked process."""
+        self._check_open()
+        with self._lock:
+            yield
 
     def close(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
+        """Close the socket, once the call of another thread has raised EngineError."""
         self._closed = True
+        if self._lock.acquire(timeout=CLOSE_S):
+            self._channel.close()
+            self._lock.release()
 
     def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None = None) -> Stream:
         self._check_open()
@@ -77,12 +81,14 @@ class BlockingClient:
             EngineError: the engine has failed.
         """
         self._check_open()
-        assert self._channel is not None
         try:
             received = self._channel.receive(POLL_S)
             message: Message | ProtocolError | None = None if received is None else received.message
         except ProtocolError as error:
             message = error
+        except zmq.ZMQError:
+            self._check_open()  # a signal's handler has closed it
+            raise
         if isinstance(message, Statistics):
             self._statistics = message
         self._check_link(message is None or self.session.take(message))
@@ -96,24 +102,25 @@ class BlockingClient:
             raise self._engine.failure
         if not is_intact or self._engine.incarnation != self._incarnation:
             died, self._incarnation = self._engine.incarnation != self._incarnation, self._engine.incarnation
-            self._relink(after_death=died)
+            self._channel.close()
+            self._channel = self._connect()
+            self.session.begin_link(after_death=died)
         elif time.monotonic() > self._beat_at:
             self._beat_at = time.monotonic() + HEARTBEAT_S
             self.session.beat()
 
-    def _relink(self, *, after_death: bool = False) -> None:
-        if self._channel is not None:
-            self._channel.close()
+    def _connect(self) -> ZmqChannel:
         address = frontend_address(self._directory, self._incarnation)
-        self._channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
-        self._channel.wake_on(self._engine.fileno())
-        self.session.begin_link(after_death=after_death)
+        channel = ZmqChannel(zmq.Context.instance(), zmq.DEALER, address, Link(SchedulerToFrontEnd), bind=False)
+        channel.wake_on(self._engine.fileno())
+        return channel
 
     def _post(self, message: Message) -> None:
         self._check_open()
-        assert self._channel is not None
         self._channel.send(message)
 
     def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineError(f"this LLM belongs to process {self._pid}: make one in the process that uses it")
         if self._closed:
             raise EngineError("this LLM is closed")

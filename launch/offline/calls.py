@@ -1,10 +1,10 @@
 """The calls of one ``LLM``, which run one after the other."""
 
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import replace
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -28,7 +28,7 @@ from quire.launch.text.prompts import Prompt, check_params, encode_prompt, token
 from quire.launch.text.text_in import TextIn
 from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
+from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.request import plugins
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
@@ -38,64 +38,48 @@ LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
 OnText = Callable[[int, str], None]
 
 
-class Limits:
-    """The two numbers of a model that bound a request, as of ``ModelLimits``."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.max_model_len = config.max_model_len
-        self.vocab_size = config.model.vocab_size
-
-
 class Calls:
     """Checks the arguments of calls, numbers their requests, and runs them with the one client of the engine.
 
     Attributes:
-        client: None before the engine is ready and after ``close``.
+        client: set when the engine is ready.
         adapters: reads adapters; None if the engine has none.
         capabilities: what the model can do.
     """
 
+    client: BlockingClient
+
     def __init__(self, config: EngineConfig, text_in: TextIn) -> None:
-        self.client: BlockingClient | None = None
         self.adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
         self.capabilities = Capabilities(config.model.generates, config.model.pooling, METHODS)
         self._defaults: dict[str, Any] = dict(config.sampling_defaults)
-        self._limits = Limits(config)
         self._markers = config.thinking_start_token_ids, config.thinking_end_token_ids
         self._text_in = text_in
         self._token_texts = TokenTexts(text_in.tokenizer)
         self._processors = plugins.load_logits_processors(config.logits_processors, config.logits_processors_exclude)
-        self._lock = threading.Lock()
-        self._num_requests = self._num_sessions = 0
-
-    def close(self) -> None:
-        """Close the client. May be called twice."""
-        if self.client is not None:
-            self.client.close()
-            self.client = None
+        self._num_requests = 0
+        self._session_numbers = count(1)
 
     def new_session_name(self) -> str:
-        with self._lock:
-            self._num_sessions += 1
-            return f"session-{self._num_sessions}"
+        return f"session-{next(self._session_numbers)}"
 
     def default_params(self) -> SamplingParams:
         """Return the engine's sampling parameters with those that ``generation_config`` changes."""
         return SamplingParams(**self._defaults)
 
     def ask(self, control: Control) -> Statistics:
-        with self._lock:
-            return self._open_client().ask(control)
+        with self.client.turn():
+            return self.client.ask(control)
 
     def begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **more: Any) -> RunningRequest:
         self.capabilities.require_generation("LLM.start")
-        with self._lock:
-            reading = Reading(self._open_client(), self._text_in, self._token_texts, self._lock)
+        with self.client.turn():
+            reading = Reading(self.client, self._text_in, self._token_texts, self)
             self._num_requests += 1
             return begin_running(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **more)
 
     def encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
-        return encode_prompt(plain_prompt(prompt), self._text_in, self._limits, add_special_tokens=add_special_tokens)
+        return encode_prompt(plain_prompt(prompt), self._text_in, self.client, add_special_tokens=add_special_tokens)
 
     def params_for(
         self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
@@ -105,9 +89,9 @@ class Calls:
         if len(params) != num_prompts:
             raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         for each in params:
-            check_params(each, self._limits)
+            check_params(each, self.client)
             plugins.check_params(self._processors, each)
-        return [tokenize_bad_words(each, self._text_in, self._limits) for each in params]
+        return [tokenize_bad_words(each, self._text_in, self.client) for each in params]
 
     def run(
         self,
@@ -125,14 +109,14 @@ class Calls:
             prompts = [self._with_thoughts(prompt) for prompt in prompts]
         each_priority = priorities_for(priority, len(prompts))
         each_adapter = adapters_for(lora_request, len(prompts), self.adapters)
-        with self._lock:
+        with self.client.turn():
             first = self._num_requests + 1
             self._num_requests += len(prompts)
             requests = [
                 BatchRequest(f"offline-{first + i}", *each)
                 for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, jobs, strict=True))
             ]
-            batch = Batch(self._open_client(), self._text_in, self._token_texts, requests, on_text)
+            batch = Batch(self.client, self._text_in, self._token_texts, requests, on_text)
             try:
                 with tqdm(total=len(prompts), desc="Requests", disable=not use_tqdm) as bar:
                     batch.finish(bar)
@@ -160,10 +144,10 @@ class Calls:
         def encode(index: int) -> Prompt:
             return encoder.encode(inputs[index], truncation, field_of(index), add_special_tokens=special)
 
-        with self._lock:
+        with self.client.turn():
             pooled = PooledInputs(self._num_requests + 1, encode, params, priorities, adapters)
             self._num_requests += count
-            batch = PooledBatch(self._open_client(), pooled)
+            batch = PooledBatch(self.client, pooled)
             try:
                 with tqdm(total=count, desc="Requests", disable=not options.get("use_tqdm")) as bar:
                     return batch.finish(bar)
@@ -194,9 +178,4 @@ class Calls:
 
     @cached_property
     def _input_encoder(self) -> InputEncoder:
-        return InputEncoder(self._text_in, self._limits, self.capabilities.require_pooling("LLM"))
-
-    def _open_client(self) -> BlockingClient:
-        if self.client is None:
-            raise EngineError("this LLM is closed")
-        return self.client
+        return InputEncoder(self._text_in, self.client, self.capabilities.require_pooling("LLM"))

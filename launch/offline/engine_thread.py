@@ -6,10 +6,14 @@ The thread must not end before the engine: the kernel kills the child processes 
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.errors import EngineError, QuireError
+
+CLOSE_S = 60.0
+"""Limit of the wait for the engine's end, which may need a lock of the code that the garbage collector interrupted."""
 
 
 class EngineThread:
@@ -26,6 +30,7 @@ class EngineThread:
         """
         self._make = make
         self._notification = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._notification)
         self._ready = threading.Event()
         self._closing = False
         self._supervisor: Supervisor | None = None
@@ -65,8 +70,8 @@ class EngineThread:
         self._closing = True
         if self._supervisor is not None and self._supervisor.wakeup_fd >= 0:
             os.write(self._supervisor.wakeup_fd, b"x")
-        self._thread.join()
-        os.close(self._notification)
+        if threading.current_thread() is not self._thread:  # the garbage collector may run there
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """The offline API: the engine's processes, used from Python without HTTP."""
 
-import atexit
+import contextlib
+import os
 import secrets
 import weakref
 from collections.abc import Sequence as ListLike
@@ -10,7 +11,6 @@ from typing import Any, Unpack
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
-from quire.launch.frontend.job import Job
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.calls import Calls, LoRAInput, OnText
 from quire.launch.offline.engine_thread import EngineThread
@@ -42,7 +42,10 @@ from quire.protocol.wire.front_end_messages import Control
 
 
 class LLM:
-    """An engine with its own scheduler and worker processes, which end with ``close`` or at the end of ``with``.
+    """An engine with its own scheduler and worker processes.
+
+    These end with ``close``, at the end of ``with``, or when nothing refers to the LLM, its sessions and its running
+    requests any more. They are of no use in a forked process.
 
     Keyword arguments are the flags of ``quire serve`` with underscores; ``logits_processors`` may hold classes, and
     ``speculative_config`` is a dictionary. Calls from several threads run one after the other.
@@ -78,11 +81,15 @@ class LLM:
         self._text_in = text_in
         self._calls = Calls(config, text_in)
         self._pooling = PoolingCalls(self._calls.capabilities, self._calls.pool)
+        parts = contextlib.ExitStack()
+        self._end = weakref.finalize(self._calls, _end, os.getpid(), parts)
+        parts.callback(text_in.close)
         self._engine = EngineThread(
             lambda on_new_scheduler: Supervisor(config, quiet=quiet, on_new_scheduler=on_new_scheduler)
         )
-        atexit.register(_close_if_alive, weakref.ref(self))
+        parts.callback(self._engine.close)
         self._calls.client = BlockingClient(config, self._engine.supervisor.directory, self._engine)
+        parts.callback(self._calls.client.close)
 
     def __enter__(self) -> "LLM":
         return self
@@ -91,10 +98,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's processes. May be called twice."""
-        self._text_in.close()
-        self._calls.close()
-        self._engine.close()
+        """End the engine's processes; a call in another thread raises EngineError. May be called twice."""
+        self._end()
 
     def generate(
         self,
@@ -311,15 +316,7 @@ class LLM:
 
     def session(self) -> OfflineSession:
         """Open a session: a prompt that is given in pieces, with answers in between."""
-        name = self._calls.new_session_name()
-        job = Job(name, hint="session")
-        return OfflineSession(
-            name,
-            lambda prompt, special: self._calls.encode(prompt, add_special_tokens=special),
-            lambda prompt, params: self._calls.run([prompt], params, None, False, None, None, [job])[0],
-            self._text_in,
-            self,
-        )
+        return OfflineSession(self._calls, self._text_in)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the engine's sampling parameters with those that ``generation_config`` changes."""
@@ -334,7 +331,7 @@ class LLM:
         return self._calls.ask(Control("reset_prefix_cache", 1)).done
 
 
-def _close_if_alive(ref: "weakref.ref[LLM]") -> None:
-    llm = ref()
-    if llm is not None:
-        llm.close()
+def _end(pid: int, parts: contextlib.ExitStack) -> None:
+    """Close the parts of an LLM; in a forked process nothing, because they are those of its parent."""
+    if os.getpid() == pid:
+        parts.close()

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.request.sampling_params import check_int
+from quire.protocol.request.sampling_params import check_int, plain_ints
 
 PromptInput = str | list[int] | Mapping[str, Any]
 
@@ -17,7 +17,7 @@ def is_single(prompts: Any) -> bool:
     """Whether this is one prompt, and not a list of prompts."""
     if isinstance(prompts, str | Mapping | np.ndarray):
         return True
-    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], int | np.integer)
+    return isinstance(prompts, list) and bool(prompts) and type(plain_ints(prompts[:1])[0]) in (int, bool)
 
 
 def plain_prompt(prompt: Any) -> str | list[int]:
@@ -35,7 +35,7 @@ def plain_prompt(prompt: Any) -> str | list[int]:
         prompt = prompt.tolist()
     if not isinstance(prompt, str | list):
         raise InvalidRequest("prompt must be a string or a list of token ids", "prompt")
-    return prompt
+    return plain_ints(prompt) if isinstance(prompt, list) else prompt
 
 
 def priorities_for(given: int | ListLike[int] | None, num_prompts: int) -> list[int]:

@@ -1,13 +1,13 @@
 """One answer of the offline API that is generated while its caller does other things."""
 
-import threading
 import time
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.launch.frontend.answers import Answer
-from quire.launch.offline.batch import BlockingEngine, OfflineSequence
+from quire.launch.offline.batch import OfflineSequence
+from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.request_output import CompletionOutput, append_delta
 from quire.launch.text.prompts import Prompt, fit_params
 from quire.launch.text.text_in import TextIn
@@ -19,12 +19,12 @@ from quire.protocol.wire.front_end_messages import AddRequest
 
 
 class Reading(NamedTuple):
-    """What all running requests of one engine are read with. ``lock``: for calls of the engine."""
+    """What all running requests of one engine are read with. ``owner``: the engine ends when nothing refers to it."""
 
-    engine: BlockingEngine
+    engine: BlockingClient
     text_in: TextIn
     token_texts: TokenTexts
-    lock: threading.Lock
+    owner: object
 
 
 class RunningRequest:
@@ -74,7 +74,7 @@ class RunningRequest:
         """
         output = self.output
         while not self.finished and (num_tokens is None or len(output.token_ids) < num_tokens):
-            with self.reading.lock:
+            with self.reading.engine.turn():
                 if not self._take():
                     self.reading.engine.receive()
         return output
@@ -82,7 +82,7 @@ class RunningRequest:
     def abort(self) -> None:
         """End the request now, with the finish reason abort. No effect if it has been read to its end."""
         if not self.finished:
-            with self.reading.lock:
+            with self.reading.engine.turn():
                 self.sequence.abort()
             self.output.finish_reason = "abort"
 

@@ -1,21 +1,19 @@
 """An open session of the offline API: input that is given in pieces, with answers in between."""
 
-from collections.abc import Callable
 from typing import Any
 
+from quire.launch.frontend.job import Job
+from quire.launch.offline.calls import Calls
 from quire.launch.offline.prompt_input import PromptInput
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.sessions.chat_piece import check_kind, encode_chat_piece
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece
 from quire.launch.text.messages import check_messages
-from quire.launch.text.prompts import ModelLimits, Prompt, check_template_variables
+from quire.launch.text.prompts import Prompt, check_template_variables
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 
-Encode = Callable[[PromptInput, bool], Prompt]
-"""Returns the tokens of a prompt; whether with the special tokens that the tokenizer adds to text."""
-Run = Callable[[Prompt, SamplingParams | None], RequestOutput]
 PROMPT_ONLY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -26,12 +24,12 @@ class OfflineSession:
     the engine, and needs no ``close``.
     """
 
-    def __init__(self, name: str, encode: Encode, run: Run, text_in: TextIn, limits: ModelLimits) -> None:
-        self._name = name
-        self._encode = encode
-        self._run = run
+    def __init__(self, calls: Calls, text_in: TextIn) -> None:
+        self._name = calls.new_session_name()
+        self._job = Job(self._name, hint="session")
+        self._calls = calls
         self._text_in = text_in
-        self._limits = limits
+        self._limits = calls.client
         self._session: OpenSession | None = OpenSession(0, 0.0)
 
     def __enter__(self) -> "OfflineSession":
@@ -101,7 +99,7 @@ class OfflineSession:
     def _generate(self, given: PromptInput | None, params: SamplingParams | None, *, has_answer: bool) -> RequestOutput:
         session = self._open()
         check_kind(self._name, session, is_chat=False)
-        prompt = None if given is None else self._encode(given, not session.tokens)
+        prompt = None if given is None else self._calls.encode(given, add_special_tokens=not session.tokens)
         return self._submit(session, prompt, params, TEXT, has_answer=has_answer)
 
     def _submit(
@@ -113,7 +111,8 @@ class OfflineSession:
         ids = [] if prompt is None else prompt.token_ids.tolist()
         with Piece(self._name, session, ids, self._limits.max_model_len, end=end) as piece:
             whole = Prompt(piece.token_ids, end="" if prompt is None else prompt.end)
-            output = self._run(whole, params if has_answer else PROMPT_ONLY)
+            params = params if has_answer else PROMPT_ONLY
+            (output,) = self._calls.run([whole], params, None, False, None, None, [self._job])
             (answer,) = output.outputs
             if not has_answer:
                 answer.text, answer.token_ids = "", []

@@ -4,6 +4,8 @@ The struct is validated whenever it is built, and therefore also when decoded: t
 with its name and range, and the scheduler never receives one.
 """
 
+import operator
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -169,11 +171,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise _wrong_entries(
                 "logit_bias", f"an object of at most {MAX_LOGIT_BIAS} token ids and numbers", self.logit_bias
             )
+        set_field = msgspec.structs.force_setattr
+        set_field(self, "logit_bias", dict(zip(plain_ints(self.logit_bias), self.logit_bias.values(), strict=True)))
         for token, bias in self.logit_bias.items():
             check_int("each token id of logit_bias", token, 0, MAX_TOKENS_LIMIT, param="logit_bias")
             check_float("each value of logit_bias", bias, -100.0, 100.0, param="logit_bias")
         if self.allowed_token_ids is not None:
-            check_ids("allowed_token_ids", self.allowed_token_ids, 1, MAX_ALLOWED_TOKEN_IDS)
+            allowed_ids = check_ids("allowed_token_ids", self.allowed_token_ids, 1, MAX_ALLOWED_TOKEN_IDS)
+            set_field(self, "allowed_token_ids", allowed_ids)
             if len(set(self.allowed_token_ids)) != len(self.allowed_token_ids):
                 ids = self.allowed_token_ids
                 twice = next(token for at, token in enumerate(ids) if token in ids[:at])
@@ -190,8 +195,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.bad_words_token_ids, list) or len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
             allowed = f"a list of at most {2 * MAX_BAD_WORDS} lists of token ids"
             raise _wrong_entries("bad_words_token_ids", allowed, self.bad_words_token_ids)
-        for ids in self.bad_words_token_ids:
-            check_ids("bad_words_token_ids", ids, 1, MAX_BAD_WORD_LENGTH)
+        words = [check_ids("bad_words_token_ids", ids, 1, MAX_BAD_WORD_LENGTH) for ids in self.bad_words_token_ids]
+        set_field(self, "bad_words_token_ids", words)
 
     def _check_structs(self) -> None:
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
@@ -235,8 +240,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise _wrong_entries(
                 "stop_token_ids", f"a list of at most {MAX_STOP_TOKEN_IDS} token ids", self.stop_token_ids
             )
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, MAX_TOKENS_LIMIT)
+        ids = [check_int("stop_token_ids", token, 0, MAX_TOKENS_LIMIT) for token in plain_ints(self.stop_token_ids)]
+        msgspec.structs.force_setattr(self, "stop_token_ids", ids)
 
     def named_token_ids(self) -> dict[str, list[int]]:
         """Return, by field, the token ids in it, all of which the model's vocabulary must have."""
@@ -330,11 +335,25 @@ def check_int(name: str, value: Any, low: int, high: int, *, param: str | None =
     return value
 
 
-def check_ids(name: str, value: Any, least: int, most: int) -> None:
-    """Raise InvalidRequest unless ``value`` is a list of ``least`` to ``most`` non-negative integers."""
+def check_ids(name: str, value: Any, least: int, most: int) -> list[int]:
+    """Return ``value`` if it is a list of ``least`` to ``most`` non-negative integers, as ints."""
     good = isinstance(value, list) and least <= len(value) <= most
-    if not good or not all(type(token) is int and 0 <= token <= MAX_TOKENS_LIMIT for token in value):
+    ids = plain_ints(value) if good else []
+    if not good or not all(type(token) is int and 0 <= token <= MAX_TOKENS_LIMIT for token in ids):
         raise _wrong_entries(name, f"a list of {least} to {most} token ids", value)
+    return ids
+
+
+def plain_ints(values: Iterable[Any]) -> list[Any]:
+    """Return the values, with integers of other libraries, such as NumPy's, as ints."""
+    return [each if type(each) is int else _plain_int(each) for each in values]
+
+
+def _plain_int(value: Any) -> Any:
+    try:
+        return value if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return value
 
 
 def _wrong_entries(name: str, allowed: str, value: Any) -> InvalidRequest:

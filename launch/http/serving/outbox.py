@@ -53,16 +53,11 @@ class ChunkWriter:
 
 async def without_chunks(cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Serve a client of HTTP/1.0: a response without a length ends with its connection, which uvicorn never keeps."""
-    is_open = False
 
     async def send_plain(message: Message) -> None:
-        nonlocal is_open
-        if message["type"] == "http.response.start":
-            is_open = all(name != b"content-length" for name, _ in message["headers"])
-            if is_open:
-                cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
-        elif is_open and not message.get("more_body", False):
-            cycle.expected_content_length = len(message.get("body", b""))
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        cycle.expected_content_length = len(message.get("body", b"")) if is_last else sys.maxsize
         await send(message)
 
+    cycle.chunked_encoding = False
     await app(scope, receive, send_plain)

@@ -1,9 +1,14 @@
-"""The offline API: priorities, a short queue, and statistics."""
+"""The offline API: priorities, a short queue, statistics; threads, event loops, forks and NumPy."""
 
+import asyncio
+import copy
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import greedy_tokens
 
@@ -11,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.launch.frontend.job import NO_JOB
 from quire.launch.offline.jobs import jobs_for
 from quire.launch.offline.request_output import EngineStatistics
-from quire.protocol.errors import InvalidRequest
+from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -126,3 +131,67 @@ def test_statistics_are_flat() -> None:
     assert not {"query", "waiting_by_reason", "preemptions_by_reason", "kv_block_lifetime"} & set(flat)
     with pytest.raises(AttributeError, match="nothing"):
         _ = flat.nothing
+
+
+def tokens_of(llm: LLM, prompt: Any, **params: Any) -> list[int]:
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, **params))
+    return output.outputs[0].token_ids
+
+
+IDS = list(np.array([3, 4, 5]))
+
+
+def test_integers_of_numpy_are_token_ids(llm: LLM) -> None:
+    expected = tokens_of(llm, [3, 4, 5])
+    for prompt in (IDS, [IDS], {"prompt_token_ids": IDS}, np.array(IDS), [np.array(IDS)]):
+        assert tokens_of(llm, prompt) == expected
+    allowed = {"allowed_token_ids": IDS, "stop_token_ids": IDS[:1], "bad_words_token_ids": [IDS[1:2]]}
+    assert set(tokens_of(llm, IDS, logit_bias={IDS[2]: 2}, **allowed)) <= {3, 5}
+    for wrong in ([3, True], [np.True_], [np.float32(3)], [3, "4"], [3, [4]], [np.int64(-1)]):
+        with pytest.raises(InvalidRequest):
+            llm.generate(wrong)
+        for field in allowed:
+            with pytest.raises(InvalidRequest, match=field):
+                SamplingParams(**{field: [wrong] if "bad" in field else wrong})  # type: ignore[arg-type]
+
+
+def test_outputs_are_plain_values(llm: LLM) -> None:
+    outputs = llm.generate([[3, 4], [5, 6]], SamplingParams(max_tokens=2, logprobs=1, prompt_logprobs=1))
+    assert copy.deepcopy(outputs) == outputs
+    assert repr(outputs[0]).startswith("RequestOutput(request_id=") and "token_ids=[" in repr(outputs[0])
+
+
+def test_threads_and_a_running_event_loop(llm: LLM) -> None:
+    prompts = [[i, i + 1] for i in range(3, 9)]
+    expected = [tokens_of(llm, prompt) for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda prompt: tokens_of(llm, prompt), prompts)) == expected
+
+    async def both() -> list[list[int]]:
+        return [tokens_of(llm, prompts[0]), *await asyncio.gather(*(asyncio.to_thread(tokens_of, llm, prompts[1]),))]
+
+    assert asyncio.run(both()) == expected[:2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_gets_an_error_and_harms_nothing(llm: LLM) -> None:
+    expected, running, session = tokens_of(llm, [3, 4]), llm.start([3, 4], GREEDY), llm.session()
+    calls: list[Callable[[], Any]] = [lambda: llm.generate([3]), lambda: llm.start([3]), llm.statistics]
+    calls += [running.read, running.abort, lambda: session.generate([3]), lambda: llm.fork(running)]
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            for call in calls:
+                with pytest.raises(EngineError, match=f"belongs to process {os.getppid()}: make one in the process"):
+                    call()
+            llm.close()
+            os.write(write, b"right")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 9) == b"right"
+    os.close(read)
+    assert len(running.read().token_ids) == 40
+    assert tokens_of(llm, [3, 4]) == expected
