@@ -87,25 +87,30 @@ def probe(text_in: TextIn, form: AnswerFormat | None) -> Probe:
             attempt(messages, has_tools, [kind])
         if "user messages" in fates:
             return Probe([f"the chat template {' user messages'.join(fates[kind])}"])
+    roles = [role for role in ROLES if f"{role} messages" not in fates]
     ids = [1] if {"tool calls", _SEVERAL} & fates.keys() else [1, 2]
     if not any(verb == "refuses" for kind, (verb, _) in fates.items() if kind != _SEVERAL):
         kinds = [kind for kind in _KINDS if kind not in fates and (kind != _SEVERAL or len(ids) == 2)]
-        attempt([_SYSTEM, _DEVELOPER, _USER, _ANSWER, _NEXT, *_loop(ids)], True, kinds, " in one conversation")
+        attempt(
+            [_SYSTEM, _DEVELOPER, _USER, _ANSWER, _NEXT, *_loop(ids)],
+            True,
+            kinds,
+            " in a conversation with everything in it",
+        )
     grouped: dict[tuple[str, str], list[str]] = {}
     for kind, fate in fates.items():
         grouped.setdefault(fate, []).append(kind)
     losses = [f"the chat template {verb} {', '.join(of)}{why}" for (verb, why), of in grouped.items()]
-    lacks = {"offered tools", "tool calls"} & fates.keys()
-    reads_calls = not lacks and form is not None and _reads_back(text_in, form, ids)
-    if (form is None or not form.whole.has_calls) and len(lacks) < 2:
+    writes_calls = "tool calls" not in fates and fates.get("offered tools", ("",))[0] != "refuses"
+    reads_calls = writes_calls and form is not None and _reads_back(text_in, form, ids)
+    if (form is None or not form.whole.has_calls) and (writes_calls or "offered tools" not in fates):
         how = "answers to requests with tools come as text (--tool-call-parser selects a format)"
         losses.append(f"tool calls of this chat template cannot be read: {how}")
-    elif form is not None and not lacks and not reads_calls:
+    elif form is not None and writes_calls and not reads_calls:
         losses.append(f"{form.name} does not read tool calls as the chat template writes them")
     thinks = form is not None and any(region.name in THOUGHTS for region in form.whole.regions)
     left = [kind for text, kind in _THOUGHTS.items() if thinks and text not in rendered and kind not in fates]
     notes = [f"the chat template leaves out thoughts in earlier {' and '.join(left)}"] if left else []
-    roles = [role for role in ROLES if f"{role} messages" not in fates]
     return Probe(losses, notes, roles, reads_calls, rendered)
 
 

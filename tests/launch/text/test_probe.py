@@ -25,10 +25,9 @@ MARKS = re.compile("[\ue0f0\ue0f1]")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 MARKERS = ("<think>", "</think>")
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
-CALLS = (
-    "{% for c in m.tool_calls or [] %}"
-    '<tool_call>{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}</tool_call>{% endfor %}'
-)
+CALL = '{{ {"name": c.function.name, "arguments": c.function.arguments} | tojson }}'
+CALL_OF_TEXT = """{{ '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments + '}' }}"""
+CALLS = "{% for c in m.tool_calls or [] %}<tool_call>" + CALL + "</tool_call>{% endfor %}"
 THOUGHTS = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
 CONTENT = "<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
 TURN = CONTENT + THOUGHTS
@@ -78,9 +77,15 @@ LEAVES, REFUSES = "the chat template leaves out ", "the chat template refuses "
 UNREAD = "tool calls of this chat template cannot be read"
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
     "everything": (loop(TURN + CALLS), [], []),
-    "no developer": (
-        loop("{% if m.role != 'developer' %}" + TURN + CALLS + "{% endif %}"),
+    "no developer": (loop("{% if m.role != 'developer' %}" + TURN + CALLS + "{% endif %}"), [], []),
+    "no instructions": (
+        loop("{% if m.role in ('user', 'assistant', 'tool') %}" + TURN + CALLS + "{% endif %}"),
+        [LEAVES + "system messages, developer messages"],
         [],
+    ),
+    "instructions only before an answer to a user": (
+        loop("{% if m.role != 'system' or messages[-1].role == 'user' %}" + TURN + CALLS + "{% endif %}"),
+        [LEAVES + "system messages, developer messages in a conversation with everything in it"],
         [],
     ),
     "refuses system": (
@@ -116,6 +121,11 @@ CASES: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "calls only without content": (
         loop(TURN + "{% if m.content is none %}" + CALLS + "{% endif %}"),
+        [],
+        [],
+    ),
+    "arguments as text": (
+        loop(TURN + CALLS.replace(CALL, CALL_OF_TEXT)),
         [],
         [],
     ),
