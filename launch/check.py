@@ -74,6 +74,7 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
         "tasks": Capabilities(model.generates, model.pooling).tasks,
         "tokenizer": tokenizer and f"{type(tokenizer.model).__name__}, {len(vocab)} tokens",
         "end_tokens": [f"{token} {text}".rstrip() for token, text in ends.items()],
+        "chat_template": text_in.template and text_in.template.where.rpartition("/")[2],
         "roles": found.roles,
         "tools": form.name if found.reads_calls and form is not None else None,
         "thoughts": list(thinking.markers or ()),

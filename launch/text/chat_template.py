@@ -39,10 +39,16 @@ class RenderedTooLong(QuireError):
 
 
 class Template(Protocol):
-    """A chat template that can render conversations; see ``ChatTemplate.render``. ``source``: its text."""
+    """A chat template that can render conversations; see ``ChatTemplate.render``.
+
+    ``source``: its text. ``where``: its file.
+    """
 
     @property
     def source(self) -> str: ...
+
+    @property
+    def where(self) -> str: ...
 
     def render(
         self,
@@ -96,7 +102,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template does not parse; ``where`` names the file.
         """
-        self.source = source
+        self.source, self.where = source, where
         self._variables = dict(special_tokens)
         self._form = MessageForm(source, self._try)
         try:

@@ -42,7 +42,8 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
         one, other = (re.sub(r"(\r\n|\r|\n)\Z", "", text) for text in (named[WITH_TOOLS], default))
         ends = "{{ '' }}"
         default = f"{{% if tools is not none %}}{ends}{one}{ends}{{% else %}}{ends}{other}{ends}{{% endif %}}"
-    return TemplateHelper(default, variables, str(paths.get(DEFAULT, where)))
+    names = "" if list(named) == [DEFAULT] else f" ({', '.join(sorted(named))})"
+    return TemplateHelper(default, variables, f"{paths.get(DEFAULT, where)}{names}")
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:

@@ -57,7 +57,7 @@ class TemplateHelper:
     ) -> None:
         """Raise ConfigError if the template does not parse. ``where`` names its file."""
         check_template(source, where)
-        self.source = source
+        self.source, self.where = source, where
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
         self._short, self._long = (_Lane(hello, cpu_seconds) for _ in range(2))
 

@@ -44,6 +44,7 @@ def test_a_tokenizer_that_does_not_fit_the_model(checked: Checked, tmp_path: Pat
     status, text = checked(str(folder), "--json", "--chat-template", template)
     found = json.loads(text)
     assert status == 1 and found["vocabulary"] == 1024 and found["end_tokens"][1] == "2 <|im_end|>"
+    assert found["chat_template"] == "--chat-template"
     ends = ["beyond the model's vocabulary, such as '<|extra|>'", *["which the chat template writes"] * 2]
     assert [line[-len(end) :] for line, end in zip(found["losses"][-3:], ends, strict=True)] == ends
     (folder / "tokenizer.json").unlink()
