@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from quire.launch.config.api_keys import hide_in_command_line
-from quire.launch.config.command_line import add_config_file, add_options, add_url_options, read_options
+from quire.launch.config.command_line import add_engine_options, add_options, add_url_options, read_options
 from quire.launch.config.foreign_names import suggest
-from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.help import Help
 from quire.launch.supervision.descriptors import raise_descriptor_limit
@@ -151,7 +150,7 @@ def _with_options(target: str) -> Callable[[argparse.Namespace], None]:
 
 def _add_serve_flags(parser: _Parser) -> None:
     add_options(parser, ServeOptions)
-    _add_engine_options(parser)
+    add_engine_options(parser)
 
 
 def _add_generate_flags(parser: _Parser) -> None:
@@ -168,7 +167,7 @@ def _add_answer_flags(parser: _Parser) -> None:
     add_url_options(parser)
     parser.add_argument("--lora", type=Path, metavar="DIR", help="LoRA adapter to answer with")
     _add_sampling_options(parser)
-    _add_engine_options(parser)
+    add_engine_options(parser)
 
 
 def _add_embed_flags(parser: _Parser) -> None:
@@ -187,20 +186,14 @@ def _add_embed_flags(parser: _Parser) -> None:
         help="cut longer lines to this many tokens; -1: the longest that the model reads (they are refused)",
     )
     parser.add_argument("--prompt-name", metavar="NAME", help="the model's prompt to put before each line")
-    _add_engine_options(parser)
+    add_engine_options(parser)
 
 
 def _add_check_flags(parser: _Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_config_file(parser)
     engine = ("model", "chat_template", "max_model_len", "reasoning_start_str", "reasoning_end_str")
-    add_options(parser, EngineOptions, engine)
+    add_engine_options(parser, engine)
     add_options(parser, ServeOptions, ("tool_call_parser", "reasoning_parser"))
-
-
-def _add_engine_options(parser: _Parser) -> None:
-    add_config_file(parser)
-    add_options(parser, EngineOptions)
 
 
 def _add_sampling_options(parser: _Parser) -> None:

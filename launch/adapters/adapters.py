@@ -44,7 +44,7 @@ class Adapters:
 
     def may_have(self, name: str) -> bool:
         """Return False if no adapter has this name. True: ``find`` decides. Opens no slow disk; thread-safe."""
-        return not name_problem(name) and (self._folder is not None or name in self._table.names())
+        return name in self._table.names() or (self._folder is not None and _is_folder_name(name))
 
     async def find(self, name: str, field: str = "model") -> AdapterRef:
         """Return the adapter that a request names in this field.
@@ -110,7 +110,7 @@ class Adapters:
         await self._change(remove)
 
     async def _in_folder(self, name: str, field: str) -> NamedAdapter:
-        if self._folder is None or name_problem(name):
+        if self._folder is None or not _is_folder_name(name):
             raise _unknown(name, field)
         folder = self._folder / name
         try:
@@ -142,7 +142,7 @@ class Adapters:
             found = sorted(each.name for each in self._folder.iterdir() if each.is_dir())
         except OSError:
             return []
-        known = [name for name in found if name not in names and not name_problem(name)]
+        known = [name for name in found if name not in names and _is_folder_name(name)]
         return [
             NamedAdapter(name=name, path=str(self._folder / name), digest=b"", rank=0, num_bytes=0)
             for name in known[:MAX_LISTED]
@@ -153,6 +153,11 @@ class Adapters:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._looks, work)
+
+
+def _is_folder_name(name: str) -> bool:
+    """Return whether a name is that of an entry of ``--lora-dir``. One with / would lead below it or out of it."""
+    return "/" not in name and not name_problem(name)
 
 
 def _invalid(error: AdapterError, folder: Path, name: str, param: str) -> InvalidRequest:

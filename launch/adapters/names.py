@@ -37,9 +37,9 @@ class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 def name_problem(name: str) -> str:
     """Return what is wrong with the name of an adapter, or ""."""
-    if 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and name[0] != "." and not {"/", "\\"} & set(name):
+    if 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable() and name[0] not in "./" and "\\" not in name:
         return ""
-    allowed = f'1 to {MAX_NAME_CHARS} printable characters without "/" and "\\", and not begin with a dot'
+    allowed = f'1 to {MAX_NAME_CHARS} printable characters without "\\", and not begin with a dot or "/"'
     return f"the name of an adapter must have {allowed} (got {printable(name)})"
 
 

@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 
 from quire.launch.bench.peers import PEERS
-from quire.launch.config.command_line import add_config_file, add_options
-from quire.launch.config.options import EngineOptions
+from quire.launch.config.command_line import add_engine_options
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +39,7 @@ def engine(parser: argparse.ArgumentParser) -> None:
     dtype = "dtype of the peers; auto: the faster one on this CPU (auto)"
     parser.add_argument("--peer-dtype", choices=dtypes, default="auto", help=dtype)
     _add_json(parser)
-    add_config_file(parser)
-    add_options(parser, EngineOptions)
+    add_engine_options(parser)
 
 
 def embed(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +53,7 @@ def embed(parser: argparse.ArgumentParser) -> None:
     against = "alternate rounds with sentence-transformers; PYTHON: its interpreter (Quire's)"
     parser.add_argument("--against", metavar="sentence-transformers[=PYTHON]", help=against)
     _add_json(parser)
-    add_config_file(parser)
-    add_options(parser, EngineOptions)
+    add_engine_options(parser)
 
 
 def serve(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +85,7 @@ def beams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, metavar="N", default=64, help="tokens per output (64)")
     parser.add_argument("--rounds", type=int, metavar="N", default=5, help="timed rounds, reported as median (5)")
     _add_json(parser)
-    add_config_file(parser)
-    add_options(parser, EngineOptions)
+    add_engine_options(parser)
 
 
 def pins(parser: argparse.ArgumentParser) -> None:

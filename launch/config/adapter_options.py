@@ -1,5 +1,6 @@
 """Settings of LoRA adapters: checks, names and folders."""
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,14 @@ from quire.protocol.errors import ConfigError, printable
 from quire.protocol.settings import EngineSettings
 
 SIZES = ("max_loras", "max_cpu_loras", "max_lora_rank")
+
+
+class _Module(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's form of ``--lora-modules``. The model of an adapter is the server's: ``base_model_name`` is ignored."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
 
 
 def check_adapter_sizes(options: EngineSettings) -> None:
@@ -44,7 +53,12 @@ def parse_modules(modules: list[str]) -> list[tuple[str, Path]]:
     found = []
     for each in modules:
         name, _, folder = each.partition("=")
-        if not name or not folder:
-            raise ConfigError(f"--lora-modules must be NAME=FOLDER, not {printable(each)}")
+        if each.startswith("{"):
+            name = ""
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                name, folder, _ = msgspec.structs.astuple(msgspec.json.decode(each, type=_Module))
+        if not name or "=" in name or not folder:
+            form = 'NAME=FOLDER or {"name": NAME without =, "path": FOLDER}'
+            raise ConfigError(f"--lora-modules must be {form}, not {printable(each)}")
         found.append((name, Path(folder).expanduser()))
     return found

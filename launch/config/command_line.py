@@ -1,10 +1,12 @@
 """Settings on the command line: one flag per declared setting, merged with a config file."""
 
 import argparse
-from collections.abc import Collection
+import contextlib
+import sys
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, BinaryIO, Literal, cast, get_args, get_origin
 
 import msgspec
 
@@ -16,10 +18,11 @@ from quire.launch.config.sizes import parse_size
 from quire.protocol.errors import ConfigError
 
 
-def add_config_file(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, only: Collection[str] | None = None) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="file to read flags from; the command line overrides it"
     )
+    add_options(parser, EngineOptions, only)
 
 
 def add_url_options(parser: argparse.ArgumentParser) -> None:
@@ -100,3 +103,26 @@ def read_options(args: argparse.Namespace) -> tuple[EngineOptions, ServeOptions]
     engine = parse_options({key: value for key, value in given.items() if key in engine_keys}, where)
     serve = convert({key: value for key, value in given.items() if key in serve_keys}, ServeOptions, where)
     return engine, serve
+
+
+def check_no_settings(*options: msgspec.Struct, allowed: Collection[str] = ()) -> None:
+    """Raise ConfigError for a setting of an engine, which the server at --url has already."""
+    for each in options:
+        for name, value in msgspec.structs.asdict(each).items():
+            if name not in allowed and value != getattr(type(each)(), name):
+                flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+                raise ConfigError(f"--url cannot be combined with {flag}: the server has settings of its own")
+
+
+@contextlib.contextmanager
+def opened(flag: str, name: str, mode: str) -> Iterator[BinaryIO]:
+    """Open a file of bytes; - is standard input or output."""
+    if name == "-":
+        yield sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(name).open(mode))
+        except OSError as error:
+            raise ConfigError(f"{flag} {name} cannot be used: {error.strerror}") from None
+        yield cast(BinaryIO, file)

@@ -6,17 +6,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.launch.config.command_line import check_no_settings, opened
 from quire.launch.config.options import EngineOptions
 from quire.launch.offline.llm import LLM
 from quire.launch.offline.pooling_calls import PoolingOptions
 from quire.launch.offline.remote import RemoteModel
-from quire.launch.offline.terminal import check_no_engine_flags
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
 CHUNK = 4096
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, options: EngineOptions) -> None:
     """
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(_input(args.file))
-        output = stack.enter_context(_output(args.output_file))
+        output = stack.enter_context(opened("--output-file", args.output_file, "wb"))
         embed = stack.enter_context(_embedder(args, options))
         num_lines = num_failed = 0
         arrays: list[Vector | str] = []
@@ -107,7 +107,7 @@ def _chunks(lines: TextIO) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _embedder(args: argparse.Namespace, options: EngineOptions) -> Iterator[Embed]:
     if args.url is not None:
-        check_no_engine_flags(options)
+        check_no_settings(options, allowed=("model",))
         remote = RemoteModel(args.url, options.model, args.server_key)
         given = {
             "dimensions": args.dimensions,
@@ -143,18 +143,5 @@ def _input(name: str) -> Iterator[TextIO]:
         file = Path(name).open(encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"{name} cannot be read as text: {error}") from None
-    with file:
-        yield file
-
-
-@contextlib.contextmanager
-def _output(name: str) -> Iterator[BinaryIO]:
-    if name == "-":
-        yield sys.stdout.buffer
-        return
-    try:
-        file = Path(name).open("wb")  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(f"--output-file {name} cannot be used: {error.strerror}") from None
     with file:
         yield file

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.errors import EngineError, QuireError
+from quire.protocol.process.log import first_line
 
 CLOSE_S = 60.0
 """Limit of the wait for the engine's end, which may need a lock of the code that the garbage collector interrupted."""
@@ -85,7 +86,7 @@ class EngineThread:
         except QuireError as error:
             self.failure = error
         except Exception as error:
-            self.failure = EngineError(f"the supervisor failed: {type(error).__name__}: {error}")
+            self.failure = EngineError(f"the supervisor failed: {type(error).__name__}: {first_line(str(error))}")
             raise
         finally:
             self._ready.set()

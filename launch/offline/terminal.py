@@ -1,6 +1,8 @@
 """``quire generate`` and ``quire chat``: answers are streamed to stdout, everything else goes to stderr."""
 
 import argparse
+import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.launch.config.command_line import check_no_settings
 from quire.launch.config.options import EngineOptions
 from quire.launch.offline.llm import LLM
 from quire.launch.offline.lora_request import LoRARequest
@@ -18,6 +21,12 @@ from quire.launch.offline.terminal_answer import OnText, TerminalAnswer, Termina
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  # input() then edits lines and has a history
+
+HELP = "/clear: forget the conversation; /exit, Ctrl-D: end; Ctrl-C: end an answer; //text: text that begins with /"
+COMMAND = re.compile(r"/(\w*)(?:\s|$)")
 
 
 class LocalModel:
@@ -48,14 +57,42 @@ def chat(args: argparse.Namespace, options: EngineOptions) -> None:
     """Answer ``--prompt``; without it, run a conversation with one message per line of input."""
     params = _sampling(args)
     with _model(args, options) as model:
-        messages: list[dict[str, Any]] = []
-        while line := _next_line() if args.prompt is None else args.prompt:
-            messages.append({"role": "user", "content": line})
-            answer = model.chat(messages, params, _on_text(args.json))
-            _print(answer, args.json)
-            messages.append({"role": "assistant", "content": answer.text})
-            if args.prompt is not None:
+        if args.prompt is None:
+            _converse(model, params, args.json)
+        else:
+            message = {"role": "user", "content": args.prompt}
+            _print(model.chat([message], params, _on_text(args.json)), args.json)
+
+
+def _converse(model: TerminalModel, params: SamplingParams, as_json: bool) -> None:
+    """Answer lines of input in turn until their end. On a terminal, Ctrl-C ends the answer only."""
+    messages: list[dict[str, Any]] = []
+    parts: list[str] = []
+    show = _on_text(as_json)
+
+    def on_text(text: str) -> None:
+        parts.append(text)
+        show(text)
+
+    while line := _next_line():
+        if found := COMMAND.match(line):
+            if found[1] == "exit":
                 return
+            if found[1] == "clear":
+                messages.clear()
+            elif found[1] != "help":
+                print(f"unknown command /{found[1]}", file=sys.stderr)
+            print("the conversation is empty" if found[1] == "clear" else HELP, file=sys.stderr)
+            continue
+        messages.append({"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line})
+        parts.clear()
+        try:
+            _print(model.chat(messages, params, on_text), as_json)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            print(flush=True)
+        messages.append({"role": "assistant", "content": "".join(parts)})
 
 
 @contextmanager
@@ -68,13 +105,13 @@ def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[Termina
     if args.url is not None:
         if args.lora is not None:
             raise ConfigError("--url cannot be combined with --lora: give the adapter's name on the server as MODEL")
-        check_no_engine_flags(options)
+        check_no_settings(options, allowed=("model",))
         yield RemoteModel(args.url, options.model, args.server_key)
         return
     if sys.stderr.isatty():
         first = "compiles CPU kernels if this is the first start on this machine"
         print(f"starting the engine ({first}) ...", file=sys.stderr, flush=True)
-    keywords = _keywords(options)
+    keywords = msgspec.structs.asdict(options)
     adapter = None
     if args.lora is not None:
         adapter = LoRARequest(args.lora.absolute().name, 1, args.lora)
@@ -83,26 +120,21 @@ def _model(args: argparse.Namespace, options: EngineOptions) -> Iterator[Termina
         yield LocalModel(llm, adapter)
 
 
-def check_no_engine_flags(options: EngineOptions) -> None:
-    """Raise ConfigError for a setting of an engine, which the server at --url has already."""
-    own = [name for name, value in _keywords(options).items() if value != getattr(EngineOptions(), name)]
-    if set(own) - {"model"}:
-        flag = sorted(set(own) - {"model"})[0].replace("_", "-")
-        raise ConfigError(f"--url cannot be combined with --{flag}: the server has settings of its own")
-
-
 def _next_line() -> str:
-    """Return the next non-blank line, stripped; "" at the end of input."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
-    for line in sys.stdin:
-        if line.strip():
-            return line.strip()
-    return ""
-
-
-def _keywords(options: EngineOptions) -> dict[str, Any]:
-    return msgspec.structs.asdict(options)
+    """Return the next non-blank line, stripped; "" at the end of input. A terminal gets a prompt."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    try:
+        while True:
+            if prompt and not sys.stdout.isatty():  # input() would write the prompt between the answers
+                print(prompt, end="", file=sys.stderr, flush=True)
+            if line := input(prompt if sys.stdout.isatty() else "").strip():
+                return line
+    except (EOFError, KeyboardInterrupt) as end:
+        if prompt:
+            print(file=sys.stderr)  # the prompt of the shell begins a line
+        if isinstance(end, KeyboardInterrupt):
+            raise
+        return ""
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

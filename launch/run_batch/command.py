@@ -4,13 +4,17 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
-import msgspec
-
-from quire.launch.config.command_line import add_config_file, add_options, add_url_options, read_options
+from quire.launch.config.command_line import (
+    add_engine_options,
+    add_options,
+    add_url_options,
+    check_no_settings,
+    opened,
+    read_options,
+)
 from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.offline.remote import base_url, server_key
@@ -46,14 +50,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--concurrency", type=int, default=256, metavar="N", help="most requests at the server at a time (256)"
     )
-    add_config_file(parser)
     add_options(parser, ServeOptions, only=SERVER_FLAGS)
-    add_options(parser, EngineOptions)
+    add_engine_options(parser)
     parser.add_argument("-m", "--model", dest="model", default=argparse.SUPPRESS, metavar="MODEL", help="as MODEL")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Answer every line of the input file.
+    """Answer every line of the input file; exit with status 1 if lines failed.
 
     Raises:
         ConfigError: a file or a flag cannot be used.
@@ -65,11 +68,11 @@ def run(args: argparse.Namespace) -> None:
     engine, server = read_options(args)
     began = time.monotonic()
     _check_apart(args.input_file, args.output_file)
-    lines_file = _opened("--input-file", args.input_file, "rb")
-    results_file = _opened("--output-file", args.output_file, "wb")
+    lines_file = opened("--input-file", args.input_file, "rb")
+    results_file = opened("--output-file", args.output_file, "wb")
     with lines_file as lines, results_file as output:
         if args.url is not None:
-            _check_alone(engine, server)
+            check_no_settings(engine, server)
             sender = Sender(Target(base_url(args.url), key=server_key(args.server_key)))
             summary = _run(lines, output, sender, args.concurrency)
         else:
@@ -77,6 +80,8 @@ def run(args: argparse.Namespace) -> None:
     answered = summary.lines - summary.failed
     text = f"{answered} of {summary.lines} lines answered, {summary.failed} failed; "
     print(f"{text}{summary.output_tokens} output tokens in {time.monotonic() - began:.1f} s", file=sys.stderr)
+    if summary.failed:
+        sys.exit(1)
 
 
 def _run_locally(
@@ -109,30 +114,6 @@ def _run(lines: BinaryIO, output: BinaryIO, sender: Sender, concurrency: int) ->
     finally:
         sender.close()
         output.flush()
-
-
-def _check_alone(engine: EngineOptions, server: ServeOptions) -> None:
-    """Raise ConfigError for settings of an engine, which a running server has already."""
-    for options in (engine, server):
-        default = type(options)()
-        for name, value in msgspec.structs.asdict(options).items():
-            if value != getattr(default, name):
-                flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
-                raise ConfigError(f"--url cannot be combined with {flag}: the server has settings of its own")
-
-
-@contextlib.contextmanager
-def _opened(flag: str, name: str, mode: str) -> Iterator[BinaryIO]:
-    """Open a file of bytes; - is standard input or output."""
-    if name == "-":
-        yield sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
-        return
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(Path(name).open(mode))
-        except OSError as error:
-            raise ConfigError(f"{flag} {name} cannot be used: {error.strerror}") from None
-        yield cast(BinaryIO, file)
 
 
 def _check_apart(input_file: str, output_file: str) -> None:

@@ -1,5 +1,7 @@
 """The batch file format of OpenAI and vLLM: one request per line, and one result per line."""
 
+import contextlib
+import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,8 +72,9 @@ class InvalidLine:
 
 
 def read_lines(file: BinaryIO) -> Iterator[Request | InvalidLine]:
-    """Yield what each line holds; blank lines are left out. At most one line is in memory."""
+    """Yield what each line holds; blank lines are left out. At most one line and all ids are in memory."""
     number = 0
+    numbers: dict[str, int] = {}
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         is_too_long = len(line) > MAX_LINE_BYTES
@@ -83,14 +86,18 @@ def read_lines(file: BinaryIO) -> Iterator[Request | InvalidLine]:
         text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
         if not text:
             continue
-        yield parse_line(text, number)
+        parsed = parse_line(text, number)
+        if isinstance(parsed, Request) and (first := numbers.setdefault(parsed.custom_id, number)) != number:
+            shown = printable(parsed.custom_id)
+            parsed = InvalidLine(f"custom_id must be unique (got {shown}, as in line {first})", parsed.custom_id)
+        yield parsed
 
 
 def parse_line(text: bytes, number: int) -> Request | InvalidLine:
     try:
         custom_id = msgspec.json.decode(text, type=_AnyId).custom_id
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return InvalidLine(f"line {number} must be a JSON object")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return InvalidLine(f"line {number} must be a JSON object: {error}", _lenient_id(text))
     known = custom_id if isinstance(custom_id, str) else None
     try:
         request = msgspec.json.decode(text, type=Request)
@@ -107,3 +114,11 @@ def parse_line(text: bytes, number: int) -> Request | InvalidLine:
     if body.stream:
         return InvalidLine("body.stream must be false: each result is one line", known)
     return request
+
+
+def _lenient_id(text: bytes) -> str | None:
+    """Return the id of a line that only a lenient parser reads: one with NaN, or half of a surrogate pair."""
+    with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        found: str = json.loads(text)["custom_id"]
+        return found.encode().decode()
+    return None

@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire.launch.text.control_text import ESCAPED_MARK
 from quire.launch.text.message_form import MessageForm, Messages
 from quire.protocol.errors import MAX_SHOWN, ConfigError, InvalidRequest, QuireError, printable
-from quire.protocol.process.log import one_line
+from quire.protocol.process.log import first_line
 
 Message = dict[str, Any]
 
@@ -89,7 +89,7 @@ def _invalid(where: str, error: Exception) -> ConfigError:
     """Return the error for a template that cannot be compiled, with line and reason if they are known."""
     text = f"{where}: the chat template is not valid Jinja"
     if isinstance(error, jinja2.TemplateSyntaxError):
-        text += f": line {error.lineno}: {one_line(error.message or '')[:MAX_SHOWN]}"
+        text += f": line {error.lineno}: {first_line(error.message or '')[:MAX_SHOWN]}"
     return ConfigError(text)
 
 

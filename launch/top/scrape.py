@@ -1,6 +1,5 @@
 """One scrape of a server's ``/metrics``: values by name, and differences between two scrapes."""
 
-import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -105,24 +104,16 @@ class Distribution:
 
     def quantile(self, share: float) -> float | None:
         """Return the quantile, interpolated within its bucket, and never above what a value has reached."""
+        found, rest = None, self.mean * self.count
         wanted = share * self.count
-        edges = [(0.0, 0.0), *self.counts]
-        at = bisect.bisect_left([count for _, count in self.counts], wanted)
-        if at == len(self.counts):
-            return None
-        (low, below), (high, up_to) = list(pairwise(edges))[at]
-        if up_to == below:
-            return low
-        return min(self._reached(), low + (high - low) * (wanted - below) / (up_to - below))
-
-    def _reached(self) -> float:
-        """Return the least that the largest value can be: the mean of its bucket if all others are at their bounds."""
-        rest = self.mean * self.count
         for (low, below), (high, up_to) in pairwise([(0.0, 0.0), *self.counts]):
-            if up_to >= self.count:
-                return max(low, rest / (up_to - below))
+            if found is None and up_to >= wanted:
+                found = low if up_to == below else low + (high - low) * (wanted - below) / (up_to - below)
+            if found is not None and up_to >= self.count:
+                # A value has reached this much, even if all values of the buckets below are at their upper bounds.
+                return min(found, max(low, rest / (up_to - below)))
             rest -= high * (up_to - below)
-        return float("inf")
+        return None
 
 
 def growth(now: float, before: float) -> float:

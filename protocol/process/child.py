@@ -30,7 +30,7 @@ import msgspec
 
 from quire.protocol.errors import ConfigError, QuireError, shortage
 from quire.protocol.nodes import WorkerLink
-from quire.protocol.process.log import start_logging
+from quire.protocol.process.log import first_line, start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.protocol.routing import EnginePlace
@@ -136,7 +136,7 @@ class Child:
         text = str(error) if isinstance(error, QuireError) else shortage(error)
         if not text:
             traceback.print_exception(error)
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {first_line(str(error))}"
         status = EX_CONFIG if isinstance(error, ConfigError) else 1
         self.report(Report("failed", " ".join(text.split()), status))
         sys.exit(status)

@@ -154,23 +154,23 @@ def test_load_and_unload_with_two_front_ends(server: FaultServer, folder: Path, 
     model = load_model_config(DEMO_MODEL)
     old, new = (make_adapter(tmp_path / f"v{i}", model, seed=10 + i, size=1.0) for i in (1, 2))
     with client(server) as http:
-        assert complete(http, "runtime").status_code == 404
-        assert load(http, "runtime", old).json()["root"] == "v1"
-        texts = {text_of(http, "runtime") for _ in range(8)}  # either front end
+        assert complete(http, "org/runtime").status_code == 404
+        assert load(http, "org/runtime", old).json()["root"] == "v1"
+        texts = {text_of(http, "org/runtime") for _ in range(8)}  # either front end
         assert len(texts) == 1
-        assert load(http, "runtime", new).status_code == 409
-        assert load(http, "runtime", new, load_inplace=True).status_code == 200
-        replaced = {text_of(http, "runtime") for _ in range(8)}
+        assert load(http, "org/runtime", new).status_code == 409
+        assert load(http, "org/runtime", new, load_inplace=True).status_code == 200
+        replaced = {text_of(http, "org/runtime") for _ in range(8)}
         assert len(replaced) == 1
         assert replaced != texts
-        for body in ({"lora_name": "runtime"}, {"lora_name": "runtime", "lora_path": str(old)}):
+        for body in ({"lora_name": "org/runtime"}, {"lora_name": "org/runtime", "lora_path": str(old)}):
             for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
                 assert http.post(path, json=body).status_code == 401
-        assert unload(http, "runtime").json()["deleted"] is True
-        assert {complete(http, "runtime").status_code for _ in range(8)} == {404}
-        assert unload(http, "runtime").status_code == 404
-        assert load(http, "runtime", tmp_path / "none").status_code == 404
-        assert load(http, "runtime", folder / "bad").json()["error"]["code"] == "invalid_adapter"
+        assert unload(http, "org/runtime").json()["deleted"] is True
+        assert {complete(http, "org/runtime").status_code for _ in range(8)} == {404}
+        assert unload(http, "org/runtime").status_code == 404
+        assert load(http, "org/runtime", tmp_path / "none").status_code == 404
+        assert load(http, "org/runtime", folder / "bad").json()["error"]["code"] == "invalid_adapter"
 
 
 @pytest.mark.full
@@ -300,7 +300,8 @@ def test_run_batch_and_generate(folder: Path, tmp_path: Path, capsys: pytest.Cap
     ]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
     files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
-    cli.main(["run-batch", *files, "--dtype", "float32", "--lora-dir", str(folder)])
+    with pytest.raises(SystemExit, match="1"):  # a line failed
+        cli.main(["run-batch", *files, "--dtype", "float32", "--lora-dir", str(folder)])
     results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [result["response"]["status_code"] for result in results] == [200, 200, 200, 404]
     texts = [result["response"]["body"]["choices"][0]["text"] for result in results[:3]]

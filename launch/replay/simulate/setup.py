@@ -32,36 +32,25 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 MAX_USABLE_BLOCKS = 2**26
 """Each block is a Python object of the simulation: more would take more than 10 GiB."""
 
+NO_SAMPLING, NO_EVENTS = "a simulation does not sample", "a simulation publishes no events"
 INERT = {
     "load_format": "a simulated worker has no weights",
-    "attention_backend": "the cost model determines the time of attention",
-    "enforce_eager": "the cost model determines the time of a step",
-    "deterministic": "the cost model determines the time of a step",
     "gpu_memory_utilization": "set kv_cache_memory_bytes or num_usable_blocks",
     "max_lora_rank": "adapter_load_s determines the time of a load",
     "prefix_caching_hash_algo": "the trace provides the block hashes",
     "speculative_config": "a simulated worker makes no drafts",
-    "logits_processors": "a simulation does not sample",
-    "logits_processors_exclude": "a simulation does not sample",
-    "logprobs_mode": "a simulation does not sample",
-    "reasoning_start_str": "a simulation does not sample",
-    "reasoning_end_str": "a simulation does not sample",
-    "structured_outputs_backend": "a simulation does not sample",
-    "structured_outputs_config": "a simulation does not sample",
-    "generation_config": "a simulation does not sample",
     "chat_template": "a simulation has no text",
     "ssd_cache_dir": "a simulation writes no files",
     "kv_page_check": "pages of a simulation have no bytes",
-    "kv_events_endpoint": "a simulation publishes no events",
-    "kv_events_replay_endpoint": "a simulation publishes no events",
-    "kv_events_without_keys": "a simulation publishes no events",
-    "kv_events_format": "a simulation publishes no events",
-    "kv_events_topic": "a simulation publishes no events",
     "seed": "a simulation draws no random numbers",
-    "trace": "a simulation records no trace",
-    "trace_prompts": "a simulation records no trace",
-    "trace_max_bytes": "a simulation records no trace",
-    "crash_dump_dir": "a simulation records no trace",
+    "attention_backend": "the cost model determines the time of attention",
+    **dict.fromkeys(("enforce_eager", "deterministic"), "the cost model determines the time of a step"),
+    **dict.fromkeys(("logits_processors", "logits_processors_exclude", "logprobs_mode"), NO_SAMPLING),
+    **dict.fromkeys(("reasoning_start_str", "reasoning_end_str", "generation_config"), NO_SAMPLING),
+    **dict.fromkeys(("structured_outputs_backend", "structured_outputs_config"), NO_SAMPLING),
+    **dict.fromkeys(("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_without_keys"), NO_EVENTS),
+    **dict.fromkeys(("kv_events_format", "kv_events_topic"), NO_EVENTS),
+    **dict.fromkeys(("trace", "trace_prompts", "trace_max_bytes", "crash_dump_dir"), "a simulation records no trace"),
 }
 """Flags without effect in a simulation, and why."""
 

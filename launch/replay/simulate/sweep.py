@@ -18,6 +18,7 @@ from quire.launch.replay.report.figures import attained_share
 from quire.launch.replay.report.summary import summary
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.host_limits import usable_cpus
+from quire.protocol.process.log import first_line
 
 MAX_RUNS = 4096
 MAX_PROCESSES = 61
@@ -117,7 +118,7 @@ def run_point(task: SweepTask, values: Mapping[str, str]) -> SweepRow:
         return SweepRow(dict(values), None, str(error))
     except Exception as error:  # the other runs are still useful
         traceback.print_exc()
-        return SweepRow(dict(values), None, f"{type(error).__name__}: {error}")
+        return SweepRow(dict(values), None, f"{type(error).__name__}: {first_line(str(error))}")
 
 
 def points_of(axes: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, str]]:

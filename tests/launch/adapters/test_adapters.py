@@ -77,7 +77,7 @@ class TestFolders:
         adapters = adapters_in(tmp_path, tmp_path)
         assert run(lambda: adapters.find("a")).digest == run(lambda: adapters.find("b")).digest
 
-    @pytest.mark.parametrize("name", ["none", "../a", "a/", ".a", "", "a\0", "é" * 200, "x" * 10**6])
+    @pytest.mark.parametrize("name", ["none", "../a", "a/", "b/../b", "b/.", ".a", "", "a\0", "é" * 200, "x" * 10**6])
     def test_unknown_names(self, tmp_path: Path, name: str) -> None:
         make_adapter(tmp_path / "in" / "b", MODEL)
         make_adapter(tmp_path / "a", MODEL)
@@ -181,7 +181,7 @@ class TestLoaded:
         bad = make_adapter(tmp_path / "bad", MODEL, rank=65)
         (tmp_path / "file").touch()
         for name, path, code, param in (
-            ("a/b", str(bad), "invalid_value", "lora_name"),
+            ("/a", str(bad), "invalid_value", "lora_name"),
             ("a", "", "invalid_value", "lora_path"),
             ("a", "x\0y", "invalid_value", "lora_path"),
             ("a", "/x" * 4096, "invalid_value", "lora_path"),
@@ -192,6 +192,15 @@ class TestLoaded:
             ("a", str(tmp_path), "invalid_adapter", "lora_path"),
         ):
             assert code_of(lambda name=name, path=path: adapters.load(name, path, replace=False)) == (code, param)  # type: ignore[misc]
+
+    def test_a_name_with_a_slash_is_a_name_only(self, tmp_path: Path) -> None:
+        adapters = adapters_in(tmp_path, tmp_path)
+        folder = make_adapter(tmp_path / "org" / "sql", MODEL)
+        assert not adapters.may_have("org/sql")
+        run(lambda: adapters.load("org/sql", str(folder), replace=False))
+        assert adapters.may_have("org/sql") and run(lambda: adapters.find("org/sql")).path == str(folder)
+        run(lambda: adapters.forget("org/sql"))
+        assert code_of(lambda: adapters.find("org/sql")) == ("model_not_found", "model")
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
     def test_a_folder_that_may_not_be_read(self, tmp_path: Path) -> None:

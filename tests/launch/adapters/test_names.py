@@ -30,13 +30,14 @@ def add(path: Path, *names: str) -> None:
         table.change(lambda found, name=name: found.update({name: named(name)}))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["a", "sql-v2", "org:adapter@3", "Grüße 你好", "x" * MAX_NAME_CHARS])
+@pytest.mark.parametrize("name", ["a", "sql-v2", "org:adapter@3", "Grüße 你好", "org/sql.v2", "x" * MAX_NAME_CHARS])
 def test_allowed_names(name: str) -> None:
     assert name_problem(name) == ""
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", ".hidden", "a/b", "a\\b", "a\nb", "a\0b", "\x1b[31m", "\ud800", "x" * (MAX_NAME_CHARS + 1)]
+    "name",
+    ["", ".", "..", ".hidden", "/a", "../a", "a\\b", "a\nb", "a\0b", "\x1b[31m", "\ud800", "x" * (MAX_NAME_CHARS + 1)],
 )
 def test_refused_names(name: str) -> None:
     problem = name_problem(name)

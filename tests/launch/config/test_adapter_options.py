@@ -41,16 +41,21 @@ def test_adapters_of_a_server_turn_them_on(tmp_path: Path, monkeypatch: pytest.M
     assert not engine.enable_lora
     engine, server = with_adapters(EngineOptions(), ServeOptions(lora_dir="all"))
     assert (engine.enable_lora, server.lora_dir) == (True, str(tmp_path / "all"))
-    engine, server = with_adapters(EngineOptions(), ServeOptions(lora_modules=["a=b/c", "d=/e=f"]))
-    assert (engine.enable_lora, server.lora_modules) == (True, [f"a={tmp_path}/b/c", "d=/e=f"])
+    modules = ["a=b/c", "d=/e=f", '{"name": "org/x", "path": "y", "base_model_name": "z"}', '{"path":"/p","name":"n"}']
+    engine, server = with_adapters(EngineOptions(), ServeOptions(lora_modules=modules))
+    assert engine.enable_lora
+    assert server.lora_modules == [f"a={tmp_path}/b/c", "d=/e=f", f"org/x={tmp_path}/y", "n=/p"]
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"lora_modules": ["a"]}, "--lora-modules must be NAME=FOLDER, not 'a'"),
-        ({"lora_modules": ["=x"]}, "--lora-modules must be NAME=FOLDER, not '=x'"),
-        ({"lora_modules": ['{"name": "a"}']}, "must be NAME=FOLDER"),
+        ({"lora_modules": ["a"]}, "--lora-modules must be NAME=FOLDER or .*, not 'a'"),
+        ({"lora_modules": ["=x"]}, "--lora-modules must be NAME=FOLDER or .*, not '=x'"),
+        *(
+            ({"lora_modules": [each]}, 'or {"name": NAME without =, "path": FOLDER}, not')
+            for each in ('{"name": "a"}', '{"name": "a=b", "path": "c"}', '{"name": "a", "paths": "b=c"}', '{"a=b"')
+        ),
         ({"lora_dir": "/nowhere"}, "--lora-dir /nowhere is not a folder"),
     ],
 )

@@ -74,6 +74,23 @@ def test_a_key_opens_the_chat_and_an_answer_is_streamed(browser: Browser) -> Non
     assert browser.evaluate("document.documentElement.scrollWidth") == 400
 
 
+def test_no_percentile_exceeds_the_largest_value(browser: Browser) -> None:
+    """Of four values of 10.03: in the middle of their bucket is 15."""
+    samples = {
+        **{f'bucket{{le="{bound}"}}': 4 * (bound != "10") for bound in ("10", "20", "+Inf")},
+        "sum": 40.12,
+        "count": 4,
+    }
+    body = "\n".join(f"quire:e2e_request_latency_seconds_{name} {value}" for name, value in samples.items())
+    browser.evaluate(
+        "(() => { const real = window.fetch; window.fetch = (url, ...more) => String(url).includes('metrics') "
+        f"? Promise.resolve(new Response({json.dumps(body)})) : real(url, ...more); }})()"
+    )
+    row = "[...document.querySelectorAll('#times tr')].at(-1)"
+    until(browser, f"{row}?.textContent.endsWith('4')")
+    assert browser.evaluate(f"[...{row}.children].map((cell) => cell.textContent)")[1:] == ["10.03"] * 3 + ["4"]
+
+
 def test_text_is_never_markup_and_errors_are_shown(browser: Browser) -> None:
     log_in(browser)
     browser.evaluate("document.querySelector('#models').selectedIndex = 1")

@@ -17,7 +17,7 @@ from quire.protocol.model.adapter_config import AdapterError
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        (("a/b", 1, "/x"), "the name of an adapter must have"),
+        (("/a", 1, "/x"), "the name of an adapter must have"),
         (("", 1, "/x"), "the name of an adapter must have"),
         ((5, 1, "/x"), r"lora_name must be a string \(got 5\)"),
         (("a", 0, "/x"), "lora_int_id must be an integer from 1"),

@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from served import QUIRE
 
 from quire.launch import cli
 
@@ -29,11 +33,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.status != 200:
             self._send(json.dumps({"error": {"message": "too hot"}}).encode(), self.server.status)
             return
-        self._send(b"".join(b"data: %b\n\n" % event for event in self.server.events))
+        events = [b"data: %b\n\n" % event for event in self.server.events]
+        if self.server.stalls:  # after the first piece of an answer
+            self._send(events[0], length=10**6)
+            self.rfile.read(1)  # until the client disconnects
+            return
+        self._send(b"".join(events))
 
-    def _send(self, data: bytes, status: int = 200) -> None:
+    def _send(self, data: bytes, status: int = 200, length: int = 0) -> None:
         self.send_response(status)
-        self.send_header("content-length", str(len(data)))
+        self.send_header("content-length", str(length or len(data)))
         self.end_headers()
         self.wfile.write(data)
 
@@ -45,6 +54,7 @@ class FakeServer(HTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[tuple[str, dict[str, Any], str | None]] = []
         self.status = 200
+        self.stalls = False
         self.events: list[bytes] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -91,6 +101,59 @@ def test_a_conversation_sends_earlier_answers(
     assert capsys.readouterr().out == "Hello there\nHello there\n"
     roles = [(m["role"], m["content"]) for m in server.bodies[1][1]["messages"]]
     assert roles == [("user", "first"), ("assistant", "Hello there"), ("user", "second")]
+
+
+def test_commands_of_a_conversation(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer(chat=True)
+    lines = ("/help", "first", "/usr/bin is", "/clear", "/hlep", "//help", "/exit", "never")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    cli.main(["chat", "--url", server.url])
+    asked = [[m["content"] for m in body["messages"] if m["role"] == "user"] for _, body, _ in server.bodies]
+    assert asked == [["first"], ["first", "/usr/bin is"], ["/help"]]
+    helped, cleared, unknown, again = capsys.readouterr().err.splitlines()
+    assert "/clear: forget the conversation" in helped == again
+    assert (cleared, unknown) == ("the conversation is empty", "unknown command /hlep")
+
+
+@pytest.mark.full
+def test_a_terminal_has_a_history_and_ctrl_c_ends_an_answer_only(server: FakeServer) -> None:
+    server.answer(chat=True)
+    outside, inside = os.openpty()
+    ends = {"stdin": inside, "stdout": inside, "stderr": inside, "env": os.environ | {"TERM": "xterm"}}
+    process = subprocess.Popen([*QUIRE, "chat", "--url", server.url], start_new_session=True, **ends)  # type: ignore[call-overload]
+    os.close(inside)
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(outside, 4096)
+        seen = seen.partition(text)[2]
+
+    until(b"> ")
+    os.write(outside, b"first\n")
+    until(b"Hello there\r\n")
+    until(b"> ")
+    os.write(outside, b"\x1b[A\n")  # Up, Enter
+    until(b"Hello there\r\n")
+    server.stalls = True
+    os.write(outside, b"third\n")
+    until(b"Hel")
+    process.send_signal(signal.SIGINT)
+    until(b"> ")
+    server.stalls = False
+    os.write(outside, b"fourth\n")
+    until(b"Hello there\r\n")
+    until(b"> ")
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    until(b"\r\n")
+    os.close(outside)
+    answer = "Hello there"
+    said = [message["content"] for message in server.bodies[-1][1]["messages"]]
+    assert said == ["first", answer, "first", answer, "third", "Hel", "fourth"]
 
 
 def test_json_has_the_text_and_usage(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

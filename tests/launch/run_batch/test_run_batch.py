@@ -56,10 +56,14 @@ class TestLines:
             (line(body=None), "good", "Expected `object`"),
             (line(body={"stream": True}), "good", "body.stream must be false"),
             (b'{"custom_id": "good"}', "good", "missing required field `method`"),
+            (b'{"custom_id": "nan", "body": {"top_p": NaN}}', "nan", "line 1 must be a JSON object: "),
+            (b'{"custom_id": "half", "body": {"prompt": "\\ud800"}}', "half", "line 1 must be a JSON object: "),
+            (b'{"custom_id": "\\ud800"}', None, "line 1 must be a JSON object: "),
+            (line(custom_id="first") + b"\n" + line(custom_id="first"), "first", "(got 'first', as in line 1)"),
         ],
     )
     def test_invalid(self, data: bytes, custom_id: str | None, said: str) -> None:
-        invalid, good = read(data + b"\n" + line())
+        invalid, good = read(data + b"\n" + line())[-2:]
         assert isinstance(invalid, InvalidLine) and isinstance(good, Request)
         assert invalid.custom_id == custom_id
         assert said in invalid.message
@@ -77,18 +81,18 @@ class TestLines:
     def test_damage_of_a_line_ends_that_line_only(self, given: list[bytes]) -> None:
         whole = [each.replace(b"\n", b"") for each in given]
         found = read(b"\n".join(whole))
-        filled = [
-            each for i, each in enumerate(whole) if (each.removeprefix(b"\xef\xbb\xbf") if i == 0 else each).strip()
-        ]
+        first = whole.index(line()) if line() in whole else None
+        texts = [(i, each.removeprefix(b"\xef\xbb\xbf") if i == 0 else each) for i, each in enumerate(whole)]
+        filled = [(i, text) for i, text in texts if text.strip()]
         assert len(found) == len(filled)
-        for each, text in zip(found, filled, strict=True):
-            assert isinstance(each, Request) == (text.strip() == line())
+        for each, (i, text) in zip(found, filled, strict=True):
+            assert isinstance(each, Request) == (text.strip() == line() and i == first)
 
     @given(st.integers(0, 200), st.binary(min_size=1, max_size=3))
     def test_changed_byte(self, at: int, byte: bytes) -> None:
         text = line()
         damaged = text[: at % len(text)] + byte.replace(b"\n", b" ") + text[at % len(text) + 1 :]
-        found = read(damaged + b"\n" + line())
+        found = read(damaged + b"\n" + line(custom_id="another one"))
         assert isinstance(found[-1], Request) and len(found) == 2
 
 
@@ -173,8 +177,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[A
 
     def run(*given: bytes, flags: list[str]) -> list[Any]:
         (tmp_path / "in.jsonl").write_bytes(b"\n".join(given))
-        cli.main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), *flags])
-        return [json.loads(each) for each in (tmp_path / "out.jsonl").read_text().splitlines()]
+        try:
+            cli.main(["run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), *flags])
+            status: object = 0
+        except SystemExit as ended:
+            status = ended.code
+            if not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_bytes():
+                raise
+        results = [json.loads(each) for each in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert status == int(any(each["error"] for each in results))
+        return results
 
     return run
 
@@ -201,7 +213,7 @@ class TestServer:
     def test_other_answers(self, run: Any, faulty: Any, capsys: pytest.CaptureFixture[str]) -> None:
         faulty.behaviours = [(404, b'{"error": {"code": "model_not_found", "message": "no"}}'), (200, b"<html>")]
         flags = ["--url", f"http://127.0.0.1:{faulty.server_address[1]}/v1", "--concurrency", "1"]
-        refused, broken, good = run(line(), line(), line(), flags=flags)
+        refused, broken, good = run(*(line(custom_id=name) for name in "abc"), flags=flags)
         assert refused["error"] == {"code": "model_not_found", "message": "no"}
         assert (refused["response"]["status_code"], broken["response"]) == (404, None)
         assert broken["error"]["code"] == "invalid_response"

@@ -65,29 +65,23 @@ class Interval {
     const before = this.before.buckets.get(name) || new Map();
     const counts = [...(this.now.buckets.get(name) || [])].sort((one, other) => one[0] - other[0])
       .map(([bound, value]) => [bound, growth(value, before.get(bound) || 0)]);
-    const [p50, p99] = [0.5, 0.99].map((share) => quantile(counts, share * count, reached(counts, count, total)));
+    const [p50, p99] = [0.5, 0.99].map((share) => quantile(counts, share * count, count, total));
     return { count, total, mean: total / count, p50, p99 };
   }
 }
 
-/** Return the least that the largest value can be: the mean of its bucket if all others are at their bounds. */
-function reached(counts, count, total) {
-  let [low, below] = [0, 0];
+/**
+ * Return the value below which `wanted` values lie, interpolated in its bucket. `counts` are cumulative.
+ * It is at most what a value has reached, even if all values of the buckets below are at their upper bounds.
+ */
+function quantile(counts, wanted, count, total) {
+  let [low, below, found] = [0, 0, null];
   for (const [high, upTo] of counts) {
-    if (upTo >= count) return Math.max(low, total / (upTo - below));
-    total -= high * (upTo - below);
-    [low, below] = [high, upTo];
-  }
-  return Infinity;
-}
-
-/** Return the value below which `wanted` values lie, interpolated in its bucket, at most `most`; `counts` add up. */
-function quantile(counts, wanted, most) {
-  let [low, below] = [0, 0];
-  for (const [high, upTo] of counts) {
-    if (upTo >= wanted) {
-      return upTo === below ? low : Math.min(most, low + (high - low) * (wanted - below) / (upTo - below));
+    if (found === null && upTo >= wanted) {
+      found = upTo === below ? low : low + (high - low) * (wanted - below) / (upTo - below);
     }
+    if (found !== null && upTo >= count) return Math.min(found, Math.max(low, total / (upTo - below)));
+    total -= high * (upTo - below);
     [low, below] = [high, upTo];
   }
   return null;
