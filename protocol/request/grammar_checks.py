@@ -32,7 +32,7 @@ MAX_GRAMMAR_LINE = 16_384
 MAX_GRAMMAR_RULES = 2000
 MAX_GBNF = 16_384
 
-_DATA = ("const", "enum", "default", "examples")
+DATA = ("const", "enum", "default", "examples")
 """Keywords with values that are data, not schemas."""
 _RECURSION = re.compile(r"\(\?(?:R|[0-9]|&|P>)")
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
@@ -193,7 +193,7 @@ def _walk(schema: Any) -> Iterator[tuple[Any, int]]:
         if isinstance(node, dict):
             for key, value in node.items():
                 yield key, depth
-                left.append((value, depth + 1, is_data or key in _DATA))
+                left.append((value, depth + 1, is_data or key in DATA))
         elif isinstance(node, list):
             left.extend((value, depth + 1, is_data) for value in node)
 

@@ -44,16 +44,15 @@ def close_objects(text: str) -> str:
 def _open_nodes(schema: Schema) -> set[int]:
     """Return the ids of the objects that may describe only a part of a value."""
     found: set[int] = set()
-    left = [(schema, False)]
+    left: list[tuple[Schema | None, bool]] = [(schema, False)]
     while left:
         start, is_part = left.pop()
-        if id(start) in found:
+        if start is None or id(start) in found:
             continue
         for node, part in _walk(start, is_part):
             if part:
                 found.add(id(node))
-                target = _target(schema, node.get("$ref"))
-                left += [] if target is None else [(target, True)]
+                left.append((target(schema, node.get("$ref")), True))
     return found
 
 
@@ -96,7 +95,7 @@ def _names_its_properties(node: Schema) -> bool:
     return can_have and isinstance(least, int | float) and least <= len(properties)
 
 
-def _target(schema: Schema, reference: Any) -> Schema | None:
+def target(schema: Schema, reference: Any) -> Schema | None:
     """Return the schema that a reference such as ``#/$defs/item`` names; None if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None

@@ -7,6 +7,7 @@ whitespace, but both usual styles (compact, and that of ``json.dumps``) remain p
 import json
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -18,9 +19,11 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 from quire.protocol.process.host_limits import usable_cpus
 from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
 from quire.protocol.request.output_form import Form, FreeText, InOrder, Json, OneOf, Repeat, Special, Text
+from quire.protocol.request.plain_schema import plain_schema
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.closed_objects import close_objects
+from quire.scheduler_proc.structured.unique_items import UniqueItems, VocabularyTexts
 
 MAX_LEXER_STATES = 20_000
 """Lexer states of one grammar over all outputs that use it: 1 to 3 KB each."""
@@ -35,6 +38,9 @@ PARALLEL_FROM = 2**18
 
 ANY_TEXT = "/(?s:.*)/"
 _JSON_STYLE: Any = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+KNOWN_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
 _TOO_COMPLEX = re.compile(
     r"[Tt]oo many|too large|too complex|Current row has|fuel|step_max_items|Failed to generate regex"
 )
@@ -46,12 +52,15 @@ _GBNF_UNICODE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DO
 class LLGuidanceMatcher:
     """The matcher of one output. The library does not treat end-of-text tokens as tokens, so they are handled here."""
 
-    __slots__ = ("_eos", "_has_ended", "_ids")
+    __slots__ = ("_eos", "_has_ended", "_ids", "_is_stuck", "_read", "_unique")
 
-    def __init__(self, ids: "llguidance.LLMatcher", eos: frozenset[int]) -> None:
+    def __init__(self, ids: "llguidance.LLMatcher", eos: frozenset[int], unique: UniqueItems | None) -> None:
         self._ids = ids
         self._eos = eos
-        self._has_ended = False
+        self._unique = unique
+        self._read: list[int] = []
+        """The tokens so far, if ``unique`` is given."""
+        self._has_ended = self._is_stuck = False
 
     def accept(self, token: int) -> bool:
         if self._has_ended:
@@ -59,7 +68,10 @@ class LLGuidanceMatcher:
         if token in self._eos and self._ids.is_accepting():
             self._has_ended = True
             return True
-        return bool(self._ids.try_consume_tokens([token]) == 1)
+        is_allowed = bool(self._ids.try_consume_tokens([token]) == 1)
+        if is_allowed and self._unique is not None:
+            self._read.append(token)
+        return is_allowed
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and self._has_ended:
@@ -67,6 +79,13 @@ class LLGuidanceMatcher:
             num_tokens -= 1
         if num_tokens:
             self._ids.rollback(num_tokens)
+            del self._read[-num_tokens:]
+
+    def narrow(self, mask: Masks) -> None:
+        """Clear the bits of tokens that ``uniqueItems`` forbids."""
+        if self._unique is not None:
+            self._unique.narrow(self._ids, self._read, mask)
+            self._is_stuck = not mask.any()
 
     @property
     def is_done(self) -> bool:
@@ -74,8 +93,9 @@ class LLGuidanceMatcher:
 
     @property
     def error(self) -> str:
-        limit = self._ids.is_error() and _TOO_COMPLEX.search(self._ids.get_error())
-        return "the grammar is too complex to match" if limit else ""
+        if self._ids.is_error():
+            return "the grammar is too complex to match" if _TOO_COMPLEX.search(self._ids.get_error()) else ""
+        return "an array with uniqueItems can have no further item here" if self._is_stuck else ""
 
     @property
     def ids(self) -> "llguidance.LLMatcher":
@@ -85,12 +105,13 @@ class LLGuidanceMatcher:
 class LLGuidanceGrammar:
     """Owns the matcher at the start position and copies it for each output. Copies share the lexer's states."""
 
-    def __init__(self, start: "llguidance.LLMatcher", eos: frozenset[int]) -> None:
+    def __init__(self, start: "llguidance.LLMatcher", eos: frozenset[int], unique: UniqueItems | None) -> None:
         self._start = start
         self._eos = eos
+        self._unique = unique
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._start.deep_copy(), self._eos)
+        return LLGuidanceMatcher(self._start.deep_copy(), self._eos, self._unique)
 
 
 class LLGuidanceBackend:
@@ -129,7 +150,16 @@ class LLGuidanceBackend:
             raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(str(error), in_grammar=False)}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         self._check_start(matcher, wanted)
-        return LLGuidanceGrammar(matcher, self._eos)
+        schema, unique = str(wanted.json), None
+        if '"uniqueItems"' in schema:
+            unique = UniqueItems(msgspec.json.decode(schema), self._texts)
+        return LLGuidanceGrammar(matcher, self._eos, unique)
+
+    @cached_property
+    def _texts(self) -> VocabularyTexts:
+        """The texts of all tokens, in a helper that has a grammar with ``uniqueItems``."""
+        ids = range(self._tokenizer.vocab_size)
+        return VocabularyTexts([b"" if i in self._eos else self._tokenizer.decode_bytes([i]) for i in ids])
 
     def fill(self, matchers: Sequence[tuple[Any, int]], masks: Masks) -> None:
         rows = [(matcher.ids, index) for matcher, index in matchers]
@@ -144,6 +174,8 @@ class LLGuidanceBackend:
         for ids, index in rows:
             if ids.is_error():
                 masks[index] = 0  # on an error the library allows the end of the text
+        for matcher, index in matchers:
+            matcher.narrow(masks[index])
 
     def _check_start(self, matcher: "llguidance.LLMatcher", wanted: StructuredOutputs) -> None:
         """Check that the grammar allows some text; this also builds the lexer states of the start position."""
@@ -166,7 +198,7 @@ def _grammar(wanted: StructuredOutputs, *, closes_objects: bool) -> str:
     match wanted.kind:
         case "json":
             schema = "{}" if wanted.json == "true" else str(wanted.json)
-            schema = close_objects(schema) if closes_objects else schema
+            schema = plain_schema(close_objects(schema) if closes_objects else schema, KNOWN_FORMATS)
             return str(matcher.grammar_from_json_schema(schema, overrides=_JSON_STYLE))
         case "json_object":
             return str(matcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_STYLE))
@@ -220,7 +252,8 @@ class _Lark:
         return self._rules.setdefault(body, f"part_{len(self._rules)}")
 
     def _schema(self, text: str) -> str:
-        schema = msgspec.json.decode(close_objects(text) if self._closes_objects else text)
+        text = close_objects(text) if self._closes_objects else text
+        schema = msgspec.json.decode(plain_schema(text, KNOWN_FORMATS, keeps_unique=True))
         return msgspec.json.encode({"x-guidance": _JSON_STYLE, **({} if schema is True else schema)}).decode()
 
 

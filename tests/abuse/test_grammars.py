@@ -92,7 +92,7 @@ SCHEMAS: list[Any] = [
     {"oneOf": [{"minLength": 1}, {"minLength": 2}]},
     {"not": {"type": "string"}},
     {"if": {"type": "string"}, "then": {"minLength": 3}},
-    {"type": "array", "uniqueItems": True},
+    {"type": "array", "uniqueItems": "x"},
     {"type": "array", "contains": {"type": "string"}},
     {"type": "object", "propertyNames": {"pattern": "["}},
     {"type": "object", "dependentRequired": {"a": ["b"]}},
