@@ -9,24 +9,13 @@ from pathlib import Path
 import msgspec
 
 from quire.protocol.errors import ConfigError, printable
-from quire.protocol.model.descriptions import TOKENIZER, read_description
+from quire.protocol.model.descriptions import TOKENIZER, AddedTokens, has_tokenizer, read_description
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_tokenizer import added_tokens
 from quire.version import install_command
 
 DEFAULT_MARKERS = ("<think>", "</think>")
 MAX_MARKER_TOKENS = 64
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that lists single tokens. Decoding only this part is fast."""
-
-    added_tokens: list[_AddedToken] = []
 
 
 def thinking_markers(
@@ -42,14 +31,14 @@ def thinking_markers(
         ConfigError: only one is given, there is no tokenizer, or a marker has no tokens, more than
             ``MAX_MARKER_TOKENS``, or a token that the model does not have.
     """
-    has_tokenizer = folder is not None and (is_gguf(folder) or (folder / TOKENIZER).is_file())
+    is_text = folder is not None and has_tokenizer(folder)
     if start is None and end is None:
-        return _default_markers(folder, vocab_size) if folder is not None and has_tokenizer else ([], [])
+        return _default_markers(folder, vocab_size) if folder is not None and is_text else ([], [])
     if not start and not end:
         return [], []
     if not start or not end:
         raise ConfigError("--reasoning-start-str and --reasoning-end-str must be given together")
-    if folder is None or not has_tokenizer:
+    if folder is None or not is_text:
         raise ConfigError("--reasoning-start-str needs a tokenizer, which this model does not have")
     from quire.launch.text.text_in import TextIn
 
@@ -77,7 +66,7 @@ def added_token_ids(model: Path) -> dict[str, int]:
     """Return the ids of single tokens by text, without the rest of the tokenizer."""
     if is_gguf(model):
         return added_tokens(read_gguf(model))
-    tokens = msgspec.json.decode(read_description(model, TOKENIZER) or "{}", type=_TokenizerFile).added_tokens
+    tokens = msgspec.json.decode(read_description(model, TOKENIZER) or "{}", type=AddedTokens).added_tokens
     return {token.content: token.id for token in tokens}
 
 

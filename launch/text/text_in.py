@@ -24,7 +24,7 @@ from quire.launch.text.control_text import (
 from quire.launch.text.template_files import load_template, special_variables
 from quire.launch.text.tokenizer_checks import check_speed, check_token_ids
 from quire.protocol.errors import ConfigError, InvalidRequest
-from quire.protocol.model.descriptions import TOKENIZER, TOKENIZER_CONFIG, read_description
+from quire.protocol.model.descriptions import TOKENIZER, TOKENIZER_CONFIG, read_description, why_no_tokenizer
 from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.process.log import event_logger
 
@@ -68,6 +68,8 @@ class TextIn:
         """The tokenizer's class, and special tokens such as ``eos_token``, of the checkpoint's configuration."""
         self.truncation_side: Literal["left", "right"] = "right"
         """The end of a text that is cut off, if the text may be truncated and the request does not say which."""
+        self.input_names: Any = None
+        """``model_input_names`` of the checkpoint's configuration: what its tokenizer gives a model."""
         self.is_slow = False
         """Whether a short text took SLOW_SECONDS; see ``_encode``."""
         self._plain: Tokenizer | None = None
@@ -107,12 +109,11 @@ class TextIn:
         try:
             text = read_description(folder, TOKENIZER)
             if text is None:
+                log.warning(why_no_tokenizer(folder))
                 return cls()
             with _without_stderr():
                 tokenizer = Tokenizer.from_str(text)
-        except ConfigError:
-            raise
-        except (KeyboardInterrupt, SystemExit):
+        except (ConfigError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # the library raises nothing narrower, and its panics are not subclasses of Exception
             raise ConfigError(f"{path}: cannot be read as a tokenizer") from None
@@ -122,8 +123,8 @@ class TextIn:
         config = read_config(folder)
         text_in = cls(tokenizer, load_template(folder, config, chat_template))
         text_in.response_template = config.get("response_template")
-        if config.get("truncation_side") == "left":
-            text_in.truncation_side = "left"
+        text_in.input_names = config.get("model_input_names")
+        text_in.truncation_side = "left" if config.get("truncation_side") == "left" else "right"
         kind = config.get("tokenizer_class")
         named = {"tokenizer_class": kind} if isinstance(kind, str) else {}
         text_in.tokenizer_info = named | special_variables(config)
@@ -324,7 +325,7 @@ class TextIn:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # the library panics, not with an Exception, if a checkpoint's regex takes too long
-            why = ": it is not valid Unicode text" if _has_surrogates(text) else ""
+            why = ": it is not valid Unicode text" if re.search("[\ud800-\udfff]", text) else ""
             raise InvalidRequest(f"the text cannot be tokenized{why}", param) from None
         finally:
             if len(text) <= LONG_TEXT_CHARS and not self.is_slow and time.thread_time() > began + SLOW_SECONDS:
@@ -350,10 +351,6 @@ def context_length_exceeded(max_model_len: int, given: str, param: str) -> Inval
 def _is_tag(text: str) -> bool:
     """Whether the text has brackets around it."""
     return len(text) > 2 and (text[0], text[-1]) in (("<", ">"), ("[", "]"))
-
-
-def _has_surrogates(text: str) -> bool:
-    return re.search("[\ud800-\udfff]", text) is not None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

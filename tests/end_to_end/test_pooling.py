@@ -43,13 +43,18 @@ def server(bi_encoder: tuple[Path, Any]) -> Iterator[Served]:
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
 
 
-def _add_template(folder: Path) -> None:
-    """Give the tokenizer of a folder the special tokens and token types of BERT."""
+def _add_template(folder: Path, *, gives_types: bool) -> None:
+    """Give the tokenizer of a folder the special tokens and token types of BERT.
+
+    ``gives_types``: the names of its outputs have those of types, which those of its class have not.
+    """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+    if not gives_types:
+        return
     path = folder / "tokenizer_config.json"
     names = ["input_ids", "token_type_ids", "attention_mask"]
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": names}))
@@ -146,11 +151,12 @@ class TestOffline:
                 llm.embed(["w7", " ".join(["w7"] * 2400)])
             assert llm.statistics().num_running == 0
 
-    def test_bert_as_cross_encoder(self, tmp_path: Path) -> None:
-        """Pairs have token types, and are cut as by transformers."""
+    @pytest.mark.parametrize("gives_types", [True, False])
+    def test_bert_as_cross_encoder(self, tmp_path: Path, gives_types: bool) -> None:
+        """Pairs have token types as in transformers, and are cut as by it."""
         save_encoder(tmp_path, "bert", "ForSequenceClassification", num_labels=1, vocab_size=TINY["vocab_size"])
         save_tokenizer(tmp_path)
-        _add_template(tmp_path)
+        _add_template(tmp_path, gives_types=gives_types)
         from sentence_transformers import CrossEncoder
 
         reference = CrossEncoder(str(tmp_path), device="cpu")

@@ -11,7 +11,15 @@ from tokenizers import normalizers
 
 from quire.launch.text.chat_template import Message
 from quire.launch.text.pooling.chat_texts import ChatText, ChatTexts
-from quire.launch.text.pooling.pairs import PREFIX, SUFFIX, SpecialTokens, TextPair, judged_text, kept_tokens
+from quire.launch.text.pooling.pairs import (
+    PREFIX,
+    SUFFIX,
+    SpecialTokens,
+    TextPair,
+    gives_types,
+    judged_text,
+    kept_tokens,
+)
 from quire.launch.text.pooling.truncation import Side, cut, first_tokens
 from quire.launch.text.prompts import ModelLimits, Prompt, check_token_ids
 from quire.launch.text.text_in import ChatOptions, TextIn
@@ -179,8 +187,11 @@ class InputEncoder:
         return [*prefix, *found, *suffix]
 
     def _special(self, wanted: bool, *, is_pair: bool) -> SpecialTokens:
-        tokenizer = self.text_in.tokenizer
-        return SpecialTokens.of(tokenizer, is_pair=is_pair) if wanted and tokenizer else SpecialTokens([], [], [])
+        text_in = self.text_in
+        if not wanted or text_in.tokenizer is None:
+            return SpecialTokens([], [], [])
+        has_types = gives_types(text_in.input_names, text_in.tokenizer_info.get("tokenizer_class", ""))
+        return SpecialTokens.of(text_in.tokenizer, is_pair=is_pair, gives_types=has_types)
 
     def _room(self, most: int, num_fixed: int) -> int:
         """Return the tokens of text that are left beside those of every prompt."""

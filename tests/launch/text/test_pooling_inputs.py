@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import BertTokenizer, PreTrainedTokenizerFast, RobertaTokenizer
 
 from quire.launch.text.pooling.inputs import InputEncoder, Truncation
-from quire.launch.text.pooling.pairs import PREFIX, SUFFIX, TextPair
+from quire.launch.text.pooling.pairs import PREFIX, SUFFIX, TextPair, gives_types
 from quire.launch.text.pooling.truncation import first_tokens
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
@@ -86,6 +86,12 @@ def hf(kind: str, side: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=Tokenizer.from_str(TOKENIZERS[kind].to_str()), truncation_side=side, unk_token="[UNK]"
     )
+
+
+@pytest.mark.parametrize("kind", [BertTokenizer, PreTrainedTokenizerFast, RobertaTokenizer])
+def test_token_types_are_given_as_in_transformers(kind: type[Any]) -> None:
+    assert gives_types(None, kind.__name__) == ("token_type_ids" in kind.model_input_names)
+    assert gives_types(["input_ids", "token_type_ids"], kind.__name__) and not gives_types(["input_ids"], kind.__name__)
 
 
 class TestTruncation:
