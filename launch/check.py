@@ -4,7 +4,6 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from math import prod
 from typing import Any
@@ -16,7 +15,7 @@ from quire.launch.config.options import EngineOptions
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.http.serving.thinking import Thinking, answer_format
 from quire.launch.text.pooling.capabilities import Capabilities
-from quire.launch.text.probe import Probe, probe
+from quire.launch.text.probe import ANSWER_TEXT, Probe, probe
 from quire.launch.text.text_in import NO_TEMPLATE, NO_TOKENIZER, TextIn
 from quire.protocol.errors import ConfigError, QuireError
 from quire.protocol.model.checkpoint import DTYPE_BYTES, stored_tensors
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     sys.exit(1 if losses else 0)
 
 
-def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, Any], list[str], Sequence[str]]:
+def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, Any], list[str], list[str]]:
     """Return facts by name, what is lost, and what the checkpoint leaves out by design."""
     folder = find_model(engine.model)
     config = make_engine_config(engine, folder=folder)
@@ -54,12 +53,14 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
         if model.generates and tokenizer is not None and text_in.template is not None:
             found = probe(text_in, form)
     vocab = {} if tokenizer is None else tokenizer.get_vocab()
-    losses = [*found.losses] if vocab else [NO_TOKENIZER]
+    losses, notes = [*found.losses] if vocab else [NO_TOKENIZER], [*found.notes]
     if beyond := [token for token, token_id in vocab.items() if token_id >= model.vocab_size]:
         losses.append(f"{len(beyond)} tokens of the tokenizer are beyond the model's vocabulary, such as {beyond[0]!r}")
     for tag in dict.fromkeys(TAG.findall(found.rendered)):
-        if tag not in vocab:
-            losses.append(f"the tokenizer has no token {tag}, which the chat template writes")
+        if tag not in vocab:  # some models were trained so, but not without an end
+            ends_answers = f"{ANSWER_TEXT}{tag}" in found.rendered
+            text = f"the tokenizer has no token {tag}, which the chat template writes"
+            (losses if ends_answers else notes).append(text + " after an answer" * ends_answers)
     packed = not all(tensor.gguf or tensor.dtype in DTYPE_BYTES for tensor in tensors)
     ends = {token: text_in.decode([token], skip_special_tokens=False) for token in model.eos_token_ids}
     facts: dict[str, Any] = {
@@ -80,4 +81,4 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
         "thoughts": list(thinking.markers or ()),
         "structured_output": [*KINDS[:-1], "json_object"] if model.generates and vocab else [],
     }
-    return facts, losses, found.notes
+    return facts, losses, notes

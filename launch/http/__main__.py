@@ -32,7 +32,7 @@ from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.probe import probe
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import QuireError
+from quire.protocol.errors import InvalidRequest, QuireError
 from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.process.log import event_logger
 from quire.protocol.request.plugins import load_logits_processors
@@ -204,7 +204,7 @@ class FrontEnd:
         await self._engine.wait_ready()
         self._child.report(Report("ready"))
         if text_in.template is not None and self._config.model.generates:
-            with contextlib.suppress(QuireError, FileExistsError):
+            with contextlib.suppress(QuireError, InvalidRequest, FileExistsError):
                 (self._directory / "probed").touch(exist_ok=False)
                 for loss in (await asyncio.to_thread(probe, text_in, form)).losses:
                     log.warning(loss)
