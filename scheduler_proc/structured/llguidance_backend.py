@@ -6,8 +6,8 @@ whitespace, but both usual styles (compact, and that of ``json.dumps``) remain p
 
 import json
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import llguidance
@@ -105,13 +105,17 @@ class LLGuidanceMatcher:
 class LLGuidanceGrammar:
     """Owns the matcher at the start position and copies it for each output. Copies share the lexer's states."""
 
-    def __init__(self, start: "llguidance.LLMatcher", eos: frozenset[int], unique: UniqueItems | None) -> None:
+    def __init__(
+        self, start: "llguidance.LLMatcher", eos: frozenset[int], make_unique: Callable[[], UniqueItems] | None
+    ) -> None:
+        """``make_unique``: called for the first matcher; the guard has none, and needs no texts of tokens."""
         self._start = start
         self._eos = eos
-        self._unique = unique
+        self._make_unique = make_unique
 
     def matcher(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._start.deep_copy(), self._eos, self._unique)
+        unique = None if self._make_unique is None else self._make_unique()
+        return LLGuidanceMatcher(self._start.deep_copy(), self._eos, unique)
 
 
 class LLGuidanceBackend:
@@ -150,10 +154,10 @@ class LLGuidanceBackend:
             raise GrammarRefused(f"{_name(wanted)} cannot be used: {_reason(str(error), in_grammar=False)}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         self._check_start(matcher, wanted)
-        schema, unique = str(wanted.json), None
+        schema, make_unique = str(wanted.json), None
         if '"uniqueItems"' in schema:
-            unique = UniqueItems(msgspec.json.decode(schema), self._texts)
-        return LLGuidanceGrammar(matcher, self._eos, unique)
+            make_unique = cache(lambda: UniqueItems(msgspec.json.decode(schema), self._texts))
+        return LLGuidanceGrammar(matcher, self._eos, make_unique)
 
     @cached_property
     def _texts(self) -> VocabularyTexts:
