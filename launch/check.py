@@ -16,9 +16,11 @@ from quire.launch.config.serve_options import ServeOptions
 from quire.launch.http.serving.thinking import Thinking, answer_format
 from quire.launch.text.pooling.capabilities import Capabilities
 from quire.launch.text.probe import ANSWER_TEXT, Probe, probe
-from quire.launch.text.text_in import NO_TEMPLATE, NO_TOKENIZER, TextIn
+from quire.launch.text.text_in import NO_TEMPLATE, TextIn
 from quire.protocol.errors import ConfigError, QuireError
 from quire.protocol.model.checkpoint import DTYPE_BYTES, stored_tensors
+from quire.protocol.model.descriptions import TOKENIZER, has_tokenizer, other_tokenizer, why_no_tokenizer
+from quire.protocol.model.gguf_file import is_gguf
 from quire.protocol.request.structured_outputs import KINDS
 
 TAG = re.compile(r"<[|｜][^<>\s]+>|<[^<>\s]+[|｜]>|<(?:start|end)_of_turn>")
@@ -46,14 +48,14 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
     folder = find_model(engine.model)
     config = make_engine_config(engine, folder=folder)
     model, tensors = config.model, stored_tensors(folder).values()
-    with closing(TextIn.load(folder, config.chat_template)) as text_in:
+    with closing(TextIn.load(folder, config.chat_template) if has_tokenizer(folder) else TextIn()) as text_in:
         tokenizer, thinking = text_in.tokenizer, Thinking.of(config, text_in)
         form = answer_format(thinking, options, text_in)
-        found = Probe([], [NO_TEMPLATE] * model.generates)
+        found = Probe([], [NO_TEMPLATE] * (model.generates and tokenizer is not None))
         if model.generates and tokenizer is not None and text_in.template is not None:
             found = probe(text_in, form)
     vocab = {} if tokenizer is None else tokenizer.get_vocab()
-    losses, notes = [*found.losses] if vocab else [NO_TOKENIZER], [*found.notes]
+    losses, notes = [*found.losses] if vocab else [why_no_tokenizer(folder)], [*found.notes]
     if beyond := [token for token, token_id in vocab.items() if token_id >= model.vocab_size]:
         losses.append(f"{len(beyond)} tokens of the tokenizer are beyond the model's vocabulary, such as {beyond[0]!r}")
     for tag in dict.fromkeys(TAG.findall(found.rendered)):
@@ -61,6 +63,7 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
             ends_answers = f"{ANSWER_TEXT}{tag}" in found.rendered
             text = f"the tokenizer has no token {tag}, which the chat template writes"
             (losses if ends_answers else notes).append(text + " after an answer" * ends_answers)
+    file = folder.name if is_gguf(folder) else other_tokenizer(folder) or TOKENIZER
     packed = not all(tensor.gguf or tensor.dtype in DTYPE_BYTES for tensor in tensors)
     ends = {token: text_in.decode([token], skip_special_tokens=False) for token in model.eos_token_ids}
     facts: dict[str, Any] = {
@@ -73,7 +76,7 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
         "context": config.max_model_len,
         "vocabulary": model.vocab_size,
         "tasks": Capabilities(model.generates, model.pooling).tasks,
-        "tokenizer": tokenizer and f"{type(tokenizer.model).__name__}, {len(vocab)} tokens",
+        "tokenizer": tokenizer and f"{file}, {type(tokenizer.model).__name__}, {len(vocab)} tokens",
         "end_tokens": [f"{token} {text}".rstrip() for token, text in ends.items()],
         "chat_template": text_in.template and text_in.template.where.rpartition("/")[2],
         "roles": found.roles,

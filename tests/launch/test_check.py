@@ -50,7 +50,7 @@ def test_a_tokenizer_that_does_not_fit_the_model(checked: Checked, tmp_path: Pat
     assert found["losses"][-1] == written("<|end|>", " after an answer") and found["notes"] == [written("<|user|>", "")]
     (folder / "tokenizer.json").unlink()
     status, text = checked(str(folder))
-    assert status == 1 and text.endswith("this model has no tokenizer: give the prompt as token ids\n")
+    assert status == 1 and text.count("no tokenizer: ") == 1
 
 
 def test_a_broken_checkpoint_is_one_line(checked: Checked, tmp_path: Path) -> None:
