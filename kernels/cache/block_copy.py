@@ -1,7 +1,8 @@
-"""Block copy: copy whole KV blocks in the caches of all layers, as bytes of any dtype.
+"""Block copy: copy or zero whole KV blocks in the caches of all layers, as bytes of any dtype.
 
-Copies serve copy-on-write of forked requests and defragmentation. One launch covers all layers: a copy of a few blocks
-takes a few microseconds, and a launch per layer of eighty layers would take most of a millisecond.
+Copies serve copy-on-write of forked requests and defragmentation; zeroing serves blocks that are allocated again for a
+kind of layer that accumulates into its state. One launch covers all layers: a copy of a few blocks takes a few
+microseconds, and a launch per layer of eighty layers would take most of a millisecond.
 """
 
 from collections.abc import Sequence
@@ -139,6 +140,17 @@ def copy_blocks_reference(caches: CacheSet, pairs: torch.Tensor) -> None:
         as_bytes.index_copy_(dim, targets, as_bytes.index_select(dim, sources))
 
 
+def zero_blocks_reference(caches: CacheSet, block_ids: torch.Tensor) -> None:
+    """Compute ``zero_blocks`` in plain torch. The two agree exactly.
+
+    Raises:
+        ValueError: as ``check_blocks``.
+    """
+    check_blocks(block_ids, caches.num_blocks)
+    for cache in caches.caches:
+        cache.view(torch.uint8).index_fill_(caches.block_dim, block_ids.to(cache.device), 0)
+
+
 def copy_blocks(caches: CacheSet, pairs: torch.Tensor) -> None:
     """Copy blocks in every cache, with one launch of the Triton kernel.
 
@@ -153,9 +165,26 @@ def copy_blocks(caches: CacheSet, pairs: torch.Tensor) -> None:
     _launch(caches, pairs)
 
 
-def launch_constants(word_bytes: int) -> dict[str, int]:
-    """Return the kernel's compile-time constants, also for the test that compiles ahead."""
-    return {"WORD_BYTES": word_bytes, "TILE_WORDS": TILE_WORDS}
+def zero_blocks(caches: CacheSet, block_ids: torch.Tensor) -> None:
+    """Zero blocks in every cache, with one launch of the Triton kernel.
+
+    Args:
+        block_ids: int64 ``[num_zeroed]`` on the host.
+
+    Raises:
+        ValueError: as ``check_blocks``.
+        RuntimeError: Triton cannot launch in this process.
+    """
+    check_blocks(block_ids, caches.num_blocks)
+    _launch(caches, block_ids[:, None])
+
+
+def launch_constants(columns: int, word_bytes: int) -> dict[str, int]:
+    """Return the kernel's compile-time constants (2 columns copy, 1 column zeroes).
+
+    The ahead-of-time compilation test uses them too.
+    """
+    return {"COLUMNS": columns, "WORD_BYTES": word_bytes, "TILE_WORDS": TILE_WORDS}
 
 
 def _launch(caches: CacheSet, work: torch.Tensor) -> None:
@@ -168,7 +197,7 @@ def _launch(caches: CacheSet, work: torch.Tensor) -> None:
     words, part_stride, block_stride = caches.words()
     kernel[(len(work), len(caches.caches) * caches.num_parts, -(-words // TILE_WORDS))](
         caches.pointers, work, caches.num_parts, words, part_stride, block_stride,
-        **launch_constants(caches.word_bytes),
+        **launch_constants(work.shape[1], caches.word_bytes),
     )  # fmt: skip
 
 

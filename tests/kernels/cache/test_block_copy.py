@@ -9,6 +9,8 @@ from quire.kernels.cache.block_copy import (
     check_copies,
     copy_blocks,
     copy_blocks_reference,
+    zero_blocks,
+    zero_blocks_reference,
 )
 
 
@@ -23,6 +25,12 @@ def test_copies_keys_and_values_in_every_layer() -> None:
     copy_blocks_reference(CacheSet.of(layers), torch.tensor([(0, 3), (0, 2)]))
     assert layers[0].flatten().tolist() == [1, 2, 1, 1, -1, -2, -1, -1]
     assert layers[1].flatten().tolist() == [5, 6, 5, 5, -5, -6, -5, -5]
+
+
+def test_zeroing_replaces_nan() -> None:
+    cache = cache_of(1, torch.nan, 3)
+    zero_blocks_reference(CacheSet.of([cache]), torch.tensor([1]))
+    assert cache.flatten().tolist() == [1, 0, 3, -1, 0, -3]
 
 
 def test_copies_blocks_in_dimension_0() -> None:
@@ -49,6 +57,14 @@ def test_rejects_copies_whose_order_matters(pairs: list[tuple[int, int]], messag
         with pytest.raises(ValueError, match=message):
             copy(caches, torch.tensor(pairs))
     assert caches.caches[0].flatten().tolist() == [1, 2, 3, 4, -1, -2, -3, -4]
+
+
+@pytest.mark.parametrize("zero", [zero_blocks, zero_blocks_reference])
+def test_zeroing_rejects_invalid_block_ids(zero: object) -> None:
+    caches = CacheSet.of([cache_of(1, 2)])
+    for ids in ([2], [-1], [0, 0]):
+        with pytest.raises(ValueError, match="block_ids"):
+            zero(caches, torch.tensor(ids))  # type: ignore[operator]
 
 
 def test_rejects_wrong_tensors() -> None:

@@ -8,6 +8,8 @@ from quire.kernels.cache.block_copy import (
     CacheSet,
     copy_blocks,
     copy_blocks_reference,
+    zero_blocks,
+    zero_blocks_reference,
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
@@ -48,6 +50,15 @@ def test_copies_equal_reference(shape: tuple[int, ...], dim: int, dtype: torch.d
         work = torch.tensor(pairs, dtype=torch.int64).reshape(len(pairs), 2)
         copy_blocks(got, work)
         copy_blocks_reference(want, work)
+        assert_same_bytes(got, want)
+
+
+@pytest.mark.parametrize(("shape", "dim"), SHAPES, ids=str)
+def test_zeroes_equal_reference(shape: tuple[int, ...], dim: int, device: torch.device) -> None:
+    got, want = make_caches(shape, dim, torch.float16, device)
+    for ids in ([], [4], [1, 5, 0]):
+        zero_blocks(got, torch.tensor(ids, dtype=torch.int64))
+        zero_blocks_reference(want, torch.tensor(ids, dtype=torch.int64))
         assert_same_bytes(got, want)
 
 
