@@ -18,18 +18,11 @@ Trial = Callable[[Messages, Mapping[str, Any]], str | None]
 """Renders messages with template variables; None if the template refuses them or fails."""
 
 INSTRUCTIONS = ("system", "developer")
-_CALL = {
-    "id": "quire0000",
-    "type": "function",
-    "function": {"name": "quire", "arguments": {"quire_key": "quire value"}},
-}
-_TURNS: Messages = [
-    {"role": "user", "content": "-"},
-    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "quire0000", "name": "quire", "content": "-"},
-]
 _TOOL = {"name": "quire", "description": "", "parameters": {"type": "object", "properties": {}}}
 _VARIABLES = {"tools": [{"type": "function", "function": _TOOL}], "add_generation_prompt": True}
+_TURNS = """[{"role": "user", "content": "-"}, {"role": "assistant", "content": null, "tool_calls": [{"id": "ID",
+"type": "function", "function": {"name": "quire", "arguments": {"quire_key": "quire value"}}}]},
+{"role": "tool", "tool_call_id": "ID", "name": "quire", "content": "-"}]"""
 _MISWRITTEN = re.compile(r"""{'quire_key|\\"quire_key""")
 """An object as Python prints it, or JSON in a string."""
 
@@ -63,7 +56,7 @@ class MessageForm:
         """
 
         def trial(no_null: bool, as_text: bool, call_id: str = "quire0000") -> str | None:
-            turns = json.loads(json.dumps(_TURNS).replace("quire0000", call_id))
+            turns = json.loads(_TURNS.replace("ID", call_id))
             return self._trial([_with_calls(turn, no_null, as_text, False) for turn in turns], _VARIABLES)
 
         def rightness(form: tuple[bool, bool]) -> tuple[bool, ...]:
@@ -107,12 +100,12 @@ def _with_calls(message: dict[str, Any], no_null: bool, as_text: bool, nine: boo
     if made.get("tool_calls"):
         made["content"] = "" if no_null and made.get("content") is None else made.get("content")
         made["tool_calls"] = [{**call, "function": dict(call["function"])} for call in made["tool_calls"]]
-    for call in made.get("tool_calls") or ():
-        arguments = call["function"].get("arguments")
-        if as_text and not isinstance(arguments, str):
-            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-        if nine and "id" in call:
-            call["id"] = _nine(call["id"])
+        for call in made["tool_calls"]:
+            arguments = call["function"].get("arguments")
+            if as_text and not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            if nine and "id" in call:
+                call["id"] = _nine(call["id"])
     return made
 
 

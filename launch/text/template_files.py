@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.launch.text.chat_template import Template, check_template
+from quire.launch.text.chat_template import Template
 from quire.launch.text.template_helper import TemplateHelper
 from quire.protocol.errors import ConfigError
-
-DEFAULT, WITH_TOOLS = "default", "tool_use"
 
 
 def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Template | None:
@@ -23,8 +21,8 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
     if source:
         return TemplateHelper(source, variables, "--chat-template")
     paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        paths[DEFAULT] = folder / "chat_template.jinja"
+    if (path := folder / "chat_template.jinja").is_file():
+        paths["default"] = path
     named = {} if paths else _named(config.get("chat_template"), where)
     for name, path in paths.items():
         try:
@@ -33,23 +31,21 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
             raise ConfigError(f"{path}: cannot be read as text") from None
     if not named:
         return None
-    for name, text in named.items():
-        check_template(text, str(paths.get(name, where)))
     refusal = f"this model has no default template, only {', '.join(sorted(named))}: use --chat-template"
-    default = named.get(DEFAULT, f"{{{{ raise_exception({json.dumps(refusal)}) }}}}")
-    if WITH_TOOLS in named:
+    default = named.get("default", f"{{{{ raise_exception({json.dumps(refusal)}) }}}}")
+    if "tool_use" in named:
         # Expressions keep the blanks at both ends, which a block would take; Jinja drops a template's last newline.
-        one, other = (re.sub(r"(\r\n|\r|\n)\Z", "", text) for text in (named[WITH_TOOLS], default))
+        one, other = (re.sub(r"(\r\n|\r|\n)\Z", "", text) for text in (named["tool_use"], default))
         ends = "{{ '' }}"
         default = f"{{% if tools is not none %}}{ends}{one}{ends}{{% else %}}{ends}{other}{ends}{{% endif %}}"
-    names = "" if list(named) == [DEFAULT] else f" ({', '.join(sorted(named))})"
-    return TemplateHelper(default, variables, f"{paths.get(DEFAULT, where)}{names}")
+    names = "" if list(named) == ["default"] else f" ({', '.join(sorted(named))})"
+    return TemplateHelper(default, variables, f"{paths.get('default', where)}{names}")
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:
     """Return the templates of ``tokenizer_config.json`` by name: a text is the default, a list gives names."""
     if value is None or isinstance(value, str):
-        return {} if value is None else {DEFAULT: value}
+        return {} if value is None else {"default": value}
     named: dict[str, str] = {}
     for item in value if isinstance(value, list) else [None]:
         name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)

@@ -87,17 +87,17 @@ class TestLoad:
         reference, text_in = PreTrainedTokenizerFast.from_pretrained(folder), TextIn.load(folder)
         for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
             expected = reference.apply_chat_template([USER], tools=tools, tokenize=False)
-            assert text_in.render_chat([USER], ChatOptions(tools=tools), 100) == expected
-        text_in.close()
+            assert text_in.template is not None
+            assert render(text_in.template.source, tools=tools) == expected
 
     def test_named_templates_without_a_default(self, folder: Path) -> None:
         config = [{"name": "tool_use", "template": "yes"}, {"name": "rag", "template": "no"}]
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": config}))
         text_in = TextIn.load(folder)
-        assert text_in.render_chat([USER], ChatOptions(tools=[{}]), 100) == "yes"
+        assert text_in.template is not None
+        assert render(text_in.template.source, tools=[{}]) == "yes"
         with pytest.raises(InvalidRequest, match="no default template, only rag, tool_use: use --chat-template"):
-            text_in.render_chat([USER], ChatOptions(), 100)
-        text_in.close()
+            render(text_in.template.source)
 
     @pytest.mark.parametrize(
         ("name", "text"),
