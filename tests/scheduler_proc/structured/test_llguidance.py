@@ -3,6 +3,7 @@
 import json
 import random
 
+import llguidance
 import numpy as np
 import pytest
 from grammar_cases import DEMO, EOS, VOCAB_SIZE, allowed, demo_backend, fits, tokens_of
@@ -119,12 +120,17 @@ def test_a_refused_token_changes_nothing() -> None:
 
 def test_parallel_filling_equals_serial_filling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llguidance_backend, "PARALLEL_FROM", 1)
+    monkeypatch.setattr(llguidance_backend, "usable_cpus", lambda: 3)
+    made = llguidance.LLExecutor
+    num_threads: list[int] = []
+    monkeypatch.setattr(llguidance, "LLExecutor", lambda number: (num_threads.append(number), made(number))[1])
+    demo_backend.cache_clear()
     backend = demo_backend()
     grammars = [backend.compile(StructuredOutputs(regex=f"[a-{c}]x{{1,3}}")) for c in "cdefgh"]
     matchers = [grammar.matcher() for grammar in grammars]
     masks = np.zeros((7, VOCAB_SIZE // 32), np.int32)
     backend.fill([(matcher, 6 - row) for row, matcher in enumerate(matchers)], masks)
-    assert not masks[0].any()
+    assert not masks[0].any() and num_threads == [3]
     for row, matcher in enumerate(matchers):
         own = np.unpackbits(masks[6 - row].view(np.uint8), bitorder="little")
         assert set(np.flatnonzero(own).tolist()) == allowed(backend, matcher)
