@@ -167,7 +167,7 @@ def real_templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     if folder:
         return {file.stem: file.read_text(encoding="utf-8") for file in Path(folder).glob("*.jinja")}
     kept = tmp_path_factory.mktemp("templates")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary=:all:"]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
     done = subprocess.run([*pip, "llama-cpp-python", "-d", kept], capture_output=True, timeout=600, check=False)
     files = list(kept.glob("*.tar.gz"))
     if not files:
