@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import greedy_tokens
 from engine_processes import engine_processes
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
@@ -64,6 +65,9 @@ class TestOffline:
         assert again.num_cached_tokens >= 24
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
         assert llm.statistics()["prefix_cache_hit_tokens"] >= 24
+        skipping = replace(GREEDY, skip_reading_prefix_cache=True)
+        whole = llm.generate(prompt, skipping)[0]
+        assert whole.num_cached_tokens == 0 and whole.outputs[0].token_ids == first.outputs[0].token_ids
         assert llm.reset_prefix_cache()
         assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
 

@@ -111,8 +111,9 @@ class TestEmbeddings:
 
     def test_parameters_reach_the_engine(self, served: Any, engine: FakeEngine) -> None:
         body = {"input": [5], "dimensions": 4, "normalize": False, "priority": 3, "cache_salt": "s"}
+        body["skip_reading_prefix_cache"] = True
         assert served().post("/v1/embeddings", body).status_code == 200
-        assert engine.pooling == [PoolingParams("embed", 4, False)]
+        assert engine.pooling == [PoolingParams("embed", 4, False, skip_reading_prefix_cache=True)]
         assert engine.priorities == [(3, "s")]
 
     def test_truncation(self, served: Any, engine: FakeEngine, text_in: TextIn) -> None:

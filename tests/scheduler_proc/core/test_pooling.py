@@ -11,6 +11,7 @@ from fake_worker import pooled_row
 from keyframed_runs import keyframe_of
 from lines_in_memory import numbered, record_log
 from log_replay import replay
+from msgspec.structs import replace
 from scheduler_driver import Driver, change, expected_tokens, make_config
 from scheduler_load import (
     Load,
@@ -127,7 +128,9 @@ def test_rows_and_end_are_in_one_message() -> None:
 
 
 def test_only_pooling_of_the_last_token_reads_the_prefix_cache() -> None:
-    for pooling, params, hits in ((LAST, EMBED, 16), (LAST, EACH, 0), (ALL, EMBED, 0), (ALL, CLASSIFY, 0)):
+    skipping = replace(EMBED, skip_reading_prefix_cache=True)
+    cases = ((LAST, EMBED, 16), (LAST, skipping, 0), (LAST, EACH, 0), (ALL, EMBED, 0), (ALL, CLASSIFY, 0))
+    for pooling, params, hits in cases:
         driver = pooling_driver(pooling)
         for request_id in ("first", "second"):
             driver.add(request_id, LONG, pooling=params)
