@@ -95,16 +95,22 @@ class TokenReader:
 
     def push(self, texts: Sequence[str], *, last: bool) -> list[Event]:
         """Return what the texts of these tokens add. ``last``: they end the answer."""
+        if len(texts) == 1:  # most by far
+            return self._push(texts[0], last=last)
         whole: list[Event] = []
         for index, text in enumerate(texts, 1):
-            events = self.reader.push(text, last=last and index == len(texts))
-            self._num_held += 1
-            if events:
-                if any(isinstance(event, Thought) for event in events):
-                    self.num_thought_tokens += self._num_held if self._in_thought else 1
-                self._num_held, self._in_thought = 0, isinstance(events[-1], Thought)
-            whole += events
+            whole += self._push(text, last=last and index == len(texts))
         return whole
+
+    def _push(self, text: str, *, last: bool) -> list[Event]:
+        events = self.reader.push(text, last=last)
+        self._num_held += 1
+        if events:
+            ends_thought = type(events[-1]) is Thought
+            if ends_thought or (len(events) > 1 and any(type(event) is Thought for event in events)):
+                self.num_thought_tokens += self._num_held if self._in_thought else 1
+            self._num_held, self._in_thought = 0, ends_thought
+        return events
 
 
 class NotedAnswer:
