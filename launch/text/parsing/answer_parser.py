@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from quire.launch.text.parsing.calls import CallText, NoCalls, Properties, call_text
+from quire.launch.text.parsing.calls import CallText, Properties, call_text
 from quire.launch.text.parsing.object_reader import Piece
 from quire.launch.text.parsing.scanner import Found, Scanner
 from quire.launch.text.parsing.templates import CALLS, THOUGHTS, Format, Region
@@ -56,22 +56,31 @@ class AnswerParser:
     ) -> None:
         """
         Args:
+            tools: the properties of each tool that may be called, by name; None for any tool.
             prefix: what the chat template wrote of the answer; it may leave a region open.
             has_only_calls: an answer with a call of one of ``tools`` has no content besides: what follows content, or
                 calls another tool, is content.
         """
-        self._tools = tools or {}
+        self._form = form
+        self._tools = tools
         self._has_only_calls = has_only_calls
         self._rest = form.rest
         self._look_for(form.regions)
         self._scanner = Scanner(self._outside)
-        self._region = form.rest
-        self._text = _Text(form.rest)
+        self._enter(form.rest)
         self._with_text: set[str] = set()
         """Fields that have had text, after which their ``join`` comes."""
         self._calls: CallText | None = None
         self._raw: list[str] = []
         """The text of the region with calls."""
+        self._is_refused = False
+        """Whether the region is known to be no call."""
+        self._has_skipped = False
+        """Whether the region has had a closing in the text of an argument."""
+        self._reread_to = 0
+        """Place up to which the text is read again, where each closing counts."""
+        self._withheld: list[str] | None = None
+        """The text of thoughts behind the opening of a call, which ends them unless their own end follows."""
         self._sent: list[int] = []
         """The indices of the calls that this region has reported, by their numbers."""
         self._next_index = 0
@@ -88,6 +97,7 @@ class AnswerParser:
         self._regions = sorted(regions, key=lambda region: region.name)
         opens = [region.opens for region in self._regions if region.opens is not None]
         self._outside = opens if self._rest.closes is None else [*opens, self._rest.closes]
+        self._early = [region.opens_early for region in self._regions if region.opens_early is not None]
 
     def push(self, text: str) -> list[Event]:
         return self._read(text, last=False)
@@ -103,49 +113,89 @@ class AnswerParser:
             before, found = self._scanner.next(last=last)
             if before:
                 self._take(before, events)
-            if found is None:
+            calls = self._calls
+            if calls is not None and (calls.rest is not None or (last and found is None)):
+                self._scanner.unread((calls.rest or "") + ("" if found is None else found.text))
+                self._leave("", events)
+                self._enter(self._rest)
+            elif found is None:
                 break
-            self._pass(found, events)
-        if last:
-            self._leave("", events)
+            else:
+                self._pass(found, events)
+        if last and self._withheld is not None:
+            self._end_thoughts(self._withheld, events)
         return events
 
     def _pass(self, found: Found, events: list[Event]) -> None:
         """Close the current region, and open the one whose opening this is."""
-        if self._region is not self._rest:
-            self._leave(found.text, events)
+        if self._region is self._rest:
+            self._open(found, events)
+        elif self._calls is not None:
+            counts = self._scanner.place <= self._reread_to or self._calls.ends(is_sure="sure" in found.groups)
+            if counts:
+                self._leave(found.text, events)
+                self._enter(self._rest)
+            else:
+                self._has_skipped = True
+                self._take(found.text or self._scanner.take(1), events)
+                self._watch()
+        elif found.which:  # a call in thoughts
+            self._withheld = [found.text]
+            self._scanner.watch(self._closings[:1])
+        else:
+            withheld, self._withheld = self._withheld, None
+            if withheld is not None:
+                self._take("".join(withheld), events)
             self._enter(self._rest)
-            self._scanner.watch(self._outside)
-            return
-        self._leave("", events)
-        if found.which >= len(self._regions):
-            self._enter(self._rest)
-            self._scanner.watch(self._outside)
-            return
-        region = self._regions[found.which]
+
+    def _open(self, found: Found, events: list[Event]) -> None:
+        region = self._rest if found.which >= len(self._regions) else self._regions[found.which]
         if region.name == CALLS and self._has_only_calls and self._rest.name in self._with_text:
             self._take(found.text, events)
             self._look_for(each for each in self._regions if each.name != CALLS)
-            self._scanner.watch(self._outside)
+            self._watch()
             return
-        self._enter(region)
+        if region.name == CALLS and self._is_header_of_text(found):
+            region = self._rest
         if region.name == CALLS:
-            self._calls = call_text(region, found.groups, self._tools)
+            self._calls = call_text(region, found.groups, self._tools or {})
             self._raw, self._sent, self._id = [found.text], [], found.groups.get("id")
-        self._scanner.watch([] if region.closes is None else [region.closes])
+            self._is_refused = self._has_skipped = False
+        self._enter(region)
+
+    def _is_header_of_text(self, found: Found) -> bool:
+        """Return whether what opens a call of an unknown tool may open text as well."""
+        closes, name = self._rest.closes, found.groups.get("name")
+        if closes is None or self._tools is None or name is None or name in self._tools:
+            return False
+        scanner = Scanner([closes])
+        scanner.push(found.text)
+        before, header = scanner.next(last=True)
+        return header is not None and before + header.text == found.text
 
     def _enter(self, region: Region) -> None:
         self._region = region
         self._text = _Text(region)
+        self._closings = [] if region.closes is None else [region.closes]
+        if region.name in THOUGHTS and region.closes is not None and not region.closes.may_be_empty:
+            self._closings += self._early
+        self._watch()
+
+    def _watch(self) -> None:
+        self._scanner.watch(self._outside if self._region is self._rest else self._closings)
 
     def _take(self, text: str, events: list[Event]) -> None:
         """Add text of the current region."""
+        if self._withheld is not None:
+            self._withheld.append(text)
+            return
         if self._calls is not None:
-            self._raw.append(text)
+            pieces = self._calls.push(text)
+            self._raw.append(text.removesuffix(self._calls.rest or ""))
             try:
-                self._report(self._calls.push(text), events)
+                self._report(pieces, events)
             except Malformed:
-                self._calls = NoCalls()
+                self._is_refused = True
             return
         name = self._region.name
         if not self._text.is_started and name in self._with_text:
@@ -155,25 +205,44 @@ class AnswerParser:
 
     def _leave(self, closing: str, events: list[Event]) -> None:
         calls, self._calls = self._calls, None
-        if calls is None:
-            return
+        assert calls is not None
         try:
-            self._report(calls.finish(), events)
+            self._report(calls.finish(is_closed=bool(closing)), events)
             self.has_whole_calls = self.has_whole_calls or bool(self._sent)
         except Malformed:
             events.extend(CallDropped(index) for index in self._sent)
-            _add_text(events, Content, "".join((*self._raw, closing)))
+            raw = "".join((*self._raw, closing))
+            if self._has_skipped:
+                self._reread_to = self._scanner.place
+                self._scanner.unread(raw)
+            else:
+                _add_text(events, Content, raw)
         self._raw = []
 
     def _report(self, pieces: list[Piece], events: list[Event]) -> None:
+        if self._is_refused:
+            raise Malformed
         for number, name, arguments in pieces:
             if name is not None:
-                if self._has_only_calls and name not in self._tools:
+                if self._tools is not None and name not in self._tools:
                     raise Malformed
                 self._sent.append(self._next_index)
                 self._next_index += 1
             events.append(CallDelta(self._sent[number], name, arguments, self._id))
             self._id = None
+
+    def _end_thoughts(self, withheld: list[str], events: list[Event]) -> None:
+        """Read what began as a call in thoughts that did not end: it ends them if it is one."""
+        text = "".join(withheld)
+        reader = AnswerParser(self._form, self._tools)
+        reader._next_index = self._next_index
+        found = reader.push(text) + reader.finish()
+        if reader.has_whole_calls:
+            events += found
+            self.has_whole_calls = True
+        else:
+            self._withheld = None
+            self._take(text, events)
 
     def _say(self, text: str, events: list[Event]) -> None:
         if text:

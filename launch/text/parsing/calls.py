@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from quire.launch.text.parsing.literals import Extent, bare_json
 from quire.launch.text.parsing.object_reader import WHITESPACE, ObjectReader, Piece
-from quire.launch.text.parsing.scanner import Scanner
+from quire.launch.text.parsing.scanner import Found, Scanner
 from quire.launch.text.parsing.templates import Region
 from quire.launch.text.parsing.values import (
+    ANY_TYPES,
     NAME,
-    UNQUOTED_KEY,
     Call,
     Malformed,
     calls_of,
@@ -31,21 +32,21 @@ Properties = Mapping[str, Any]
 class CallText(Protocol):
     """The text of one region with calls."""
 
+    rest: str | None
+    """What followed the end of a value that ends its region, in the text pushed last; None before the end."""
+
     def push(self, text: str) -> list[Piece]: ...
 
-    def finish(self) -> list[Piece]:
-        """Return what is missing; raise Malformed if the text is not a call."""
+    def ends(self, *, is_sure: bool) -> bool:
+        """Return whether a closing of the region ends it here; otherwise the closing is text of an argument.
+
+        ``is_sure``: it is unlikely in the text of an argument.
+        """
         ...
 
-
-class NoCalls:
-    """The rest of a text that turned out not to be a call."""
-
-    def push(self, text: str) -> list[Piece]:
-        return []
-
-    def finish(self) -> list[Piece]:
-        raise Malformed
+    def finish(self, *, is_closed: bool) -> list[Piece]:
+        """Return what is missing; raise Malformed if the text is not a call. ``is_closed``: a closing follows."""
+        ...
 
 
 def call_text(region: Region, captures: Mapping[str, str], tools: Mapping[str, Properties]) -> CallText:
@@ -59,7 +60,7 @@ def call_text(region: Region, captures: Mapping[str, str], tools: Mapping[str, P
     few_quotes = len(args.get("string_delims", ())) <= 1
     if region.content == "json" and captured and arguments == ["content"] and few_quotes:
         return WholeArguments(region, captures, captured)
-    if region.content == "json" and not args.get("string_delims") and not args.get("unquoted_keys"):
+    if region.content in ("json", "python") and not args.get("string_delims") and not args.get("unquoted_keys"):
         if function == "{content}" or (name == ["content", NAME] and arguments and arguments[0] == "content"):
             return ObjectCalls(region, captures)
         if region.transform_each and name == [NAME] and arguments and len(arguments) == 1:
@@ -82,12 +83,20 @@ class LateCalls:
         self._body: list[str] = []
         self._sent: list[tuple[str, list[str]]] = []
         """Name and arguments of each call that was reported."""
+        self._extent = Extent(region.content) if region.content in ("json", "python") else None
+        self.rest: str | None = None
 
     def push(self, text: str) -> list[Piece]:
+        end = None if self._extent is None else self._extent.push(text, stops=self._region.ends_with_value)
+        if end is not None:
+            text, self.rest = text[:end], text[end:]
         self._body.append(text)
         return self._read(text)
 
-    def finish(self) -> list[Piece]:
+    def ends(self, *, is_sure: bool) -> bool:
+        return self._extent is None or not self._extent.in_string
+
+    def finish(self, *, is_closed: bool) -> list[Piece]:
         calls = calls_of("".join(self._body), self._region, self._captures)
         pieces = self._rest()
         if len(self._sent) > len(calls):
@@ -123,8 +132,13 @@ class ObjectCalls(LateCalls):
     def __init__(self, region: Region, captures: Mapping[str, str]) -> None:
         super().__init__(region, captures)
         self._objects = ObjectReader()
+        self._first = ""
+        """The first character, which tells JSON from Python."""
 
     def _read(self, text: str) -> list[Piece]:
+        self._first = self._first or text.lstrip()[:1]
+        if self._region.content == "python" and self._first != "{":
+            return []
         pieces: list[Piece] = []
         for piece in self._objects.push(text):
             # After a call that cannot be reported yet, later ones wait as well.
@@ -144,10 +158,11 @@ class WholeArguments(LateCalls):
         self._quotes = next(iter(args.get("string_delims", ())), None)
         self._bare_keys = bool(args.get("unquoted_keys"))
         self._held = ""
-        self._before = ""
-        """The last character outside of strings."""
         self._in_string = False
         self._is_object: bool | None = None
+
+    def ends(self, *, is_sure: bool) -> bool:
+        return super().ends(is_sure=is_sure) if self._quotes is None else not self._in_string
 
     def _read(self, text: str) -> list[Piece]:
         return self._report(self._plain(text, last=False))
@@ -177,34 +192,29 @@ class WholeArguments(LateCalls):
             if self._in_string:
                 parts.append(escaped(part))
             else:
-                held = "" if last or place >= 0 else _bare_tail(part, self._before)
+                held = "" if last or place >= 0 else self._bare_tail(part)
                 part, rest = part[: len(part) - len(held)], held + rest
-                parts.append(self._keys(part))
+                parts.append(bare_json(part) if self._bare_keys else part)
             if place < 0:
                 self._held = rest
                 break
             parts.append('"')
             self._in_string = not self._in_string
-            self._before = '"'
             text = rest[len(delimiter) :]
         return "".join(parts)
 
     def _outside(self, text: str, *, last: bool) -> str:
         text, self._held = self._held + text, ""
         if not last:
-            cut = len(text.rstrip(WHITESPACE))
-            if self._bare_keys:
-                cut = min(cut, len(text) - len(_bare_tail(text, self._before)))
+            cut = len(text.rstrip(WHITESPACE)) - len(self._bare_tail(text.rstrip(WHITESPACE)))
             text, self._held = text[:cut], text[cut:]
         else:
             text = text.rstrip(WHITESPACE)
-        return self._keys(text)
+        return bare_json(text) if self._bare_keys else text
 
-    def _keys(self, text: str) -> str:
-        if not self._bare_keys or not text:
-            return text
-        before, self._before = self._before, text[-1]
-        return UNQUOTED_KEY.sub(r'"\1":', before + text)[len(before) :]
+    def _bare_tail(self, text: str) -> str:
+        """Return the end of a text outside of strings that may be the beginning of a key, or of a word."""
+        return re.split(r"[{}\[\],:]", text)[-1] if self._bare_keys else ""
 
 
 def _overlap(text: str, delimiter: str) -> int:
@@ -212,74 +222,101 @@ def _overlap(text: str, delimiter: str) -> int:
     return next((size for size in range(len(delimiter) - 1, 0, -1) if text.endswith(delimiter[:size])), 0)
 
 
-def _bare_tail(text: str, before: str) -> str:
-    """Return the end of the text that may be the beginning of a key without quotes."""
-    found = re.search(r"[{,](\w*)\Z", before + text)
-    return found[1] if found else ""
-
-
 class TaggedArguments:
     """Arguments, each in tags of its own. Those of type string are reported as they are written."""
+
+    rest: str | None = None
 
     def __init__(self, region: Region, name: str, properties: Properties) -> None:
         assert region.tags is not None
         self._tags = region.tags
-        self._args = region.args or {}
         self._name: str | None = name
-        self._has_name = bool(name)
         self._properties = properties
         self._scanner = Scanner([region.tags.opens])
         self._types: tuple[str, ...] = ()
         self._value: list[str] | None = None
-        """The value so far of an argument that is not reported as it is written; None outside of any tag."""
+        """What is not reported of the current argument's value; None outside of any tag."""
         self._is_streamed = False
-        self._num_arguments = 0
+        self._given: set[str] = set()
+        self._out: list[str] = []
+        """The arguments as JSON, as far as they are not reported."""
         self._is_malformed = not name
 
     def push(self, text: str) -> list[Piece]:
-        return self._read(text, last=False)
+        if not self._is_malformed:
+            self._scanner.push(text)
+            self._read(last=False)
+        return self._report()
 
-    def finish(self) -> list[Piece]:
-        pieces = self._read("", last=True)
+    def ends(self, *, is_sure: bool) -> bool:
+        if self._value is None or is_sure or self._is_malformed:
+            return True
+        before, found = self._scanner.next(last=True)
+        self._value.append(before)
+        if found is not None and found.text.strip():  # a closing tag, which may have waited for what follows
+            self._close()
+            return True
+        self._value.append("" if found is None else found.text)
+        self._scanner.watch([self._tags.closes])
+        return False
+
+    def finish(self, *, is_closed: bool) -> list[Piece]:
+        self._read(last=True, is_closed=is_closed)
         if self._is_malformed or self._value is not None:
             raise Malformed
-        return [*pieces, *self._send("}" if self._num_arguments else "{}")]
+        self._out.append("}" if self._given else "{}")
+        return self._report()
 
-    def _read(self, text: str, *, last: bool) -> list[Piece]:
-        if self._is_malformed:
-            return []
-        self._scanner.push(text)
-        out: list[str] = []
+    def _read(self, *, last: bool, is_closed: bool = False) -> None:
         while not self._is_malformed:
             before, found = self._scanner.next(last=last)
-            if self._value is None:
-                self._is_malformed = bool(before.strip())
-            elif self._is_streamed:
-                out.append(escaped(before))
-            else:
+            if self._value is not None:
                 self._value.append(before)
-            if found is None:
+            elif before.strip():
+                self._is_malformed = True
+            if found is None or self._is_malformed:
                 break
-            if self._is_malformed:
-                continue
-            out.append(self._open(found.groups["key"]) if self._value is None else self._close())
-        return self._send("".join(out))
+            if self._value is None:
+                self._open(found.groups)
+            elif self._closes(found, is_closed):
+                self._close()
+            else:
+                self._value.append(found.text or self._scanner.take(1))
+                self._scanner.watch([self._tags.closes])
 
-    def _open(self, key: str) -> str:
+    def _closes(self, found: Found, is_closed: bool) -> bool:
+        """Return whether a value ends. Instead of its tag, a next argument or the end of the call ends it as well."""
+        if "next" in found.groups:
+            key = found.groups["next"]
+            return key not in self._given and (not self._properties or key in self._properties)
+        return is_closed or bool(found.text.strip())
+
+    def _open(self, groups: Mapping[str, str]) -> None:
+        key = groups["key"]
         self._types = schema_types(self._properties.get(key))
+        if "is_text" in groups:
+            self._types = ("string",) if groups["is_text"] == "true" else self._types or ANY_TYPES
         self._value = []
         self._is_streamed = not set(self._types) - {"string"}
         self._scanner.watch([self._tags.closes])
-        comma = ", " if self._num_arguments else "{"
-        self._num_arguments += 1
-        return f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._is_streamed else "")
+        before = f"{', ' if self._given else '{'}{json.dumps(key, ensure_ascii=False)}: "
+        self._out.append(before + ('"' if self._is_streamed else ""))
+        self._given.add(key)
 
-    def _close(self) -> str:
+    def _close(self) -> None:
         value, self._value = "".join(self._value or ()), None
         self._scanner.watch([self._tags.opens])
-        return '"' if self._is_streamed else json.dumps(typed(value, self._types), ensure_ascii=False)
+        if self._is_streamed:
+            self._out.append(escaped(value) + '"')
+        else:
+            self._out.append(json.dumps(typed(value, self._types), ensure_ascii=False))
 
-    def _send(self, arguments: str) -> list[Piece]:
+    def _report(self) -> list[Piece]:
+        if self._is_streamed and self._value:
+            self._out.append(escaped("".join(self._value)))
+            self._value = []
+        arguments = "".join(self._out)
+        self._out = []
         if not arguments:
             return []
         name, self._name = self._name, None

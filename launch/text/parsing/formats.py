@@ -5,120 +5,138 @@ from collections.abc import Mapping
 from typing import Any
 
 CONTENT: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
-CALL: dict[str, Any] = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
-# Blanks before a call belong to it: they separate it from the content or from the call before it.
-_HERMES = {
-    "open_pattern": r"\s*<tool_call>",
-    "close": "</tool_call>",
-    "repeats": True,
-    "content": "json",
-    "transform": {"type": "function", "function": "{content}"},
-}
-# Some of these models leave out the outer tags.
-_QWEN3_CODER = {
-    "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
-    "close_pattern": r"</function>(?:\s*</tool_call>)?",
-    "repeats": True,
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-    "transform": CALL,
-}
-_LLAMA3_JSON = {
-    "open_pattern": r"\s*<\|python_tag\|>\s*|\s*(?=\{\s*\"name\"\s*:)",
-    "close_pattern": r"\s*;\s*(?=\{\s*\"name\"\s*:)",
-    "repeats": True,
-    "content": "json",
-    "transform": {"type": "function", "function": "{content}"},
-}
-_MISTRAL_LIST = {
-    "open": "[TOOL_CALLS]",
-    "content": "json",
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-    "transform_each": True,
-}
-_MISTRAL = {
-    "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[\]{\s]+)(?:\[CALL_ID\](?P<id>[^\[\]{\s]+))?\[ARGS\]",
-    "close_pattern": r"(?=\[TOOL_CALLS\])",
-    "repeats": True,
-    "content": "json",
-    "transform": CALL,
-}
-_DEEPSEEK_V3 = {
-    "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function)?<｜tool▁sep｜>"
-    r"(?P<name>[^\n<]+)\n```(?:json)?\n",
-    "close_pattern": r"\s*```\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
-    "repeats": True,
-    "content": "json",
-    "transform": CALL,
-}
-_DEEPSEEK_V31 = {
-    "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<name>[^\n<]+)<｜tool▁sep｜>",
-    "close_pattern": r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
-    "repeats": True,
-    "content": "json",
-    "transform": CALL,
-}
-_GLM = {
-    "open_pattern": r"\s*<tool_call>\s*(?P<name>[^\s<{]+)",
-    "close": "</tool_call>",
-    "repeats": True,
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
-    "transform": CALL,
-}
-_GEMMA = {
-    "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
-    "close": "<tool_call|>",
-    "repeats": True,
-    "content": "json",
-    "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
-    "transform": CALL,
-}
-# A call is addressed in its header, before or after the name of its channel.
-_HARMONY = {
-    "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))? to=(?:functions\.)?"
-    r"(?P<name>[\w.-]+)[^<]*(?:<\|channel\|>\w+[^<]*)?(?:<\|constrain\|>[^<]*)?<\|message\|>",
-    "close": ["<|call|>", "<|end|>", "<|return|>"],
-    "repeats": True,
-    "content": "json",
-    "transform": CALL,
-}
-_HARMONY_CONTENT = {
-    **CONTENT,
-    "close_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*(?:<\|constrain\|>[^<]*)?"
-    r"<\|message\|>|<\|end\|>|<\|return\|>",
-}
+
+def _calls(opens: str, closes: str | None, function: Any, content: str = "json", **args: Any) -> dict[str, Any]:
+    """Return the field of calls between two patterns. ``function``: where their names and arguments are."""
+    field = {"open_pattern": opens, "close_pattern": closes, "repeats": True, "content": content, "content_args": args}
+    return {key: value for key, value in field.items() if value} | {"transform": CALL | {"function": function}}
+
+
+def _tagged(opens: str, end: str, outer: str, tag: str, next_tag: str, tag_end: str, frame: str = "") -> dict[str, Any]:
+    """Return the field of calls whose arguments have tags.
+
+    The end of a tag is one only where the next tag or the end of the call follows, otherwise it is text. A tag on a new
+    line and the end of the call end a value as well: models leave out ends of tags.
+
+    Args:
+        end: what closes a call.
+        outer: text after ``end`` with which it is certainly not part of a value (group ``sure``).
+        frame: blanks around values.
+    """
+    closes = rf"{end}(?:(?P<sure>\s*(?:{outer}))|)" if outer else end
+    ends = rf"{frame}{tag_end}(?=\s*(?:{next_tag.replace('?P<next>', '?:')}|{end}|\Z))"
+    pattern = rf"{tag}{frame}(?P<value>.*?)(?:{ends}|\n(?={next_tag})|\n?\Z)"
+    return _calls(opens, closes, BY_NAME, "xml-inline", tag_pattern=pattern)
+
+
+def _invoked(outer: str, prefix: str = "") -> dict[str, Any]:
+    opens = rf'\s*(?:<{outer}>\s*)?<{prefix}invoke name="(?P<name>[^"]+)">'
+    follows = rf"</{outer}>|(?=<{prefix}invoke)"
+    tag = rf'<{prefix}parameter name="(?P<key>[^"]+)"(?: string="(?P<is_text>true|false)")?>'
+    next_tag = rf'<{prefix}parameter name="(?P<next>[^"<]+)"'
+    return _tagged(opens, rf"</{prefix}invoke>", follows, tag, next_tag, rf"</{prefix}parameter>")
+
+
+def _begin(recipient: str) -> str:
+    """Return the pattern of the beginning of a header of gpt-oss. Its words have no fixed order."""
+    words = rf"(?: to={recipient}| \w+)*\s*"
+    return rf"(?:<\|start\|>assistant(?: to={recipient}\s*)?)?(?:{_KIND}\s*\w+{words})*"
+
+
+def _header(channel: str, recipient: str) -> str:
+    words = rf"(?: to={recipient}| \w+)*\s*"
+    return rf"{_begin(recipient)}<\|channel\|>\s*{channel}{words}(?:<\|constrain\|>\s*[\w.-]*{words})*<\|message\|>"
+
+
+CALL: dict[str, Any] = {"type": "function"}
+BY_NAME = {"name": "{name}", "arguments": "{content}"}
+_KIND = r"(?:<\|channel\|>|<\|constrain\|>)"
+_TO = r" to=(?:functions\.)?(?P<name>[\w.-]+)(?: \w+)?\s*" + rf"(?:{_KIND}\s*[\w.-]*(?: \w+)*\s*)*<\|message\|>"
+_HARMONY_CONTENT = {**CONTENT, "close_pattern": _header(r"\w+", r"[\w.-]+") + r"|<\|end\|>|<\|return\|>|<\|call\|>"}
 _GEMMA_CONTENT = {**CONTENT, "close": ["<turn|>", "<|tool_response>", "<eos>"]}
-
+_DEEPSEEK = r"\s*(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>"
+_DEEPSEEK_END = r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"
+_KIMI = r"\s*(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
+_KIMI_ID = r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
+_SOLAR = r"\s*(?:<\|tool_calls\|>\s*)?<\|tool_call:begin\|>(?P<id>[^<]*)"
+_MISTRAL = r"\[TOOL_CALLS\](?P<name>[^\[\]{\s]+)(?:\[CALL_ID\](?P<id>[^\[\]{\s]+))?\[ARGS\]"
+_PARAMETER = (r"<parameter=(?P<key>[^>\n]+)>", r"<parameter=(?P<next>[^<>\n]+)>", "</parameter>")
+_GLM_KEY = (r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "<arg_key>(?P<next>[^<]*)</arg_key>", "</arg_value>")
+_FUNCTION = r"<function=(?P<name>[^>\n]+)>"
+# Blanks before a call belong to it: they separate it from the content or from the call before it.
+_WHOLE: Mapping[str, tuple[str, str | None]] = {
+    "apriel": (r"\s*<tool_calls>", "</tool_calls>"),
+    "gigachat3": (r"\s*(?:<\|message_sep\|>\s*function call<\|role_sep\|>|<\|function_call\|>)", None),
+    "granite": (r"\s*<\|tool_call\|>", None),
+    "hermes": (r"\s*<tool_call>", "</tool_call>"),
+    "minimax_m1": (r"\s*<tool_calls>", "</tool_calls>"),
+    "nemotron_nano": (r"\s*<TOOLCALL>", "</TOOLCALL>"),
+}
+"""What opens and closes calls whose JSON has their names."""
+_NAMED: Mapping[str, tuple[str, str]] = {
+    "deepseek_v3": (
+        _DEEPSEEK + r"(?:function)?<｜tool▁sep｜>(?P<name>[^\n<]+)\n```(?:json)?\n",
+        r"\s*```\s*" + _DEEPSEEK_END,
+    ),
+    "deepseek_v31": (_DEEPSEEK + r"(?P<name>[^\n<]+)<｜tool▁sep｜>", _DEEPSEEK_END),
+    "functionary_v31": (r"\s*" + _FUNCTION, "</function>"),
+    "harmony": (_begin("assistant") + _TO, r"<\|call\|>|<\|end\|>|<\|return\|>|(?=<\|start\|>)"),
+    "kimi_k2": (_KIMI + _KIMI_ID, r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?"),
+    "mistral": (_MISTRAL, r"(?=\[TOOL_CALLS\])"),
+    "solar": (_SOLAR + r"<\|tool_call:name\|>(?P<name>[^<]+)<\|tool_call:args\|>", r"<\|tool_call:end\|>"),
+}
+"""What opens and closes calls whose openings have their names."""
+# A list of calls in Python begins with a name.
+_JSON_OR_PYTHON = (
+    r"\s*(?:<\|python_tag\|>\s*|(?:;\s*)?(?=\{\s*\"(?:name\"\s*:|type\"\s*:\s*\"function\")|\[\s*[A-Za-z_][\w.]*\())"
+)
+_OTHER: Mapping[str, dict[str, Any]] = {
+    "command_r": _calls(
+        r"\s*<\|START_ACTION\|>", r"<\|END_ACTION\|>", {"name": "{tool_name}", "arguments": "{parameters}"}
+    )
+    | {"transform_each": True},
+    "deepseek_v32": _invoked("｜DSML｜(?:function_calls|tool_calls)", "｜DSML｜"),
+    "gemma4": _calls(
+        r"<\|tool_call>call:(?P<name>\w+)",
+        r"<tool_call\|>",
+        BY_NAME,
+        unquoted_keys=True,
+        string_delims=[['<|"|>', '<|"|>']],
+    ),
+    "glm45": _tagged(r"\s*<tool_call>\s*(?P<name>[^\s<{]+)", "</tool_call>", "", *_GLM_KEY),
+    "lfm2": _calls(r"\s*<\|tool_call_start\|>", r"<\|tool_call_end\|>", "{content}", "python"),
+    "llama3_json": _calls(_JSON_OR_PYTHON, None, "{content}", "python"),
+    "minimax_m2": _invoked("minimax:tool_call"),
+    "mistral_list": _calls(r"\[TOOL_CALLS\]", None, {"name": "{name}", "arguments": "{arguments}"})
+    | {"transform_each": True},
+    "pythonic": _calls(_JSON_OR_PYTHON, None, "{content}", "python"),
+    # Some of these models leave out the outer tags.
+    "qwen3_coder": _tagged(
+        rf"\s*(?:<tool_call>\s*)?{_FUNCTION}", "</function>", "</tool_call>|(?=<function=)", *_PARAMETER, r"\n?"
+    ),
+    "seed_oss": _tagged(rf"\s*<seed:tool_call>\s*{_FUNCTION}", "</function>", "</seed:tool_call>", *_PARAMETER),
+}
+_FIELDS = {
+    **{name: _calls(*texts, "{content}") for name, texts in _WHOLE.items()},
+    **{name: _calls(*texts, BY_NAME) for name, texts in _NAMED.items()},
+    **_OTHER,
+}
+_CONTENTS = {"gemma4": {"content": _GEMMA_CONTENT}, "harmony": {"content": _HARMONY_CONTENT}}
 CALL_FORMATS: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"tool_calls": _DEEPSEEK_V3},
-    "deepseek_v31": {"tool_calls": _DEEPSEEK_V31},
-    "gemma4": {"tool_calls": _GEMMA, "content": _GEMMA_CONTENT},
-    "glm45": {"tool_calls": _GLM},
-    "harmony": {"tool_calls": _HARMONY, "content": _HARMONY_CONTENT},
-    "hermes": {"tool_calls": _HERMES},
-    "llama3_json": {"tool_calls": _LLAMA3_JSON},
-    "mistral": {"tool_calls": _MISTRAL},
-    "mistral_list": {"tool_calls": _MISTRAL_LIST},
-    "qwen3_coder": {"tool_calls": _QWEN3_CODER},
+    name: {"tool_calls": _FIELDS[name], **_CONTENTS.get(name, {})} for name in sorted(_FIELDS)
 }
 """Fields for ``--tool-call-parser NAME``."""
 
 THOUGHT_FORMATS: Mapping[str, Mapping[str, Any]] = {
     "gemma4": {
-        "reasoning_content": {
-            "open": "<|channel>thought\n",
-            "close": "<channel|>",
-            "repeats": True,
-            "join": "\n",
-        },
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "repeats": True, "join": "\n"},
         "content": _GEMMA_CONTENT,
     },
     "harmony": {
         "reasoning_content": {
-            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*(?:<\|constrain\|>[^<]*)?<\|message\|>",
-            "close": "<|end|>",
+            "open_pattern": _header("analysis", "assistant"),
+            "close_pattern": r"<\|end\|>|(?=<\|start\|>|<\|channel\|>)",
             "repeats": True,
             "join": "\n",
         },
@@ -128,15 +146,32 @@ THOUGHT_FORMATS: Mapping[str, Mapping[str, Any]] = {
 """Fields for ``--reasoning-parser NAME``, besides ``markers``: the texts of the thinking markers."""
 
 SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("", ("]<]minimax[>[",)),  # MiniMax M3: its arguments have tags of their own names
     ("harmony", ("<|channel|>", "<|message|>")),
     ("gemma4", ("<|tool_call>",)),
     ("glm45", ("<arg_key>",)),
-    ("qwen3_coder", ("<function=",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("deepseek_v32", ("｜DSML｜", "invoke name=")),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("qwen3_coder", ("<function=", "<tool_call>")),
+    ("functionary_v31", ("<function=",)),
     ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁sep｜>",)),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("solar", ("<|tool_call:args|>",)),
     ("mistral", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral_list", ("[TOOL_CALLS]",)),
+    ("command_r", ("<|START_ACTION|>", "tool_name")),
+    ("gigachat3", ("<|role_sep|>", "<|message_sep|>", "function call")),
+    ("apriel", ("<tool_calls>[",)),
+    ("minimax_m1", ("<tool_calls>",)),
+    ("nemotron_nano", ("<TOOLCALL>",)),
     ("hermes", ("<tool_call>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("List of tools: ",)),
+    ("pythonic", ("[func_name1(",)),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ("<|eom_id|>",)),
     ("llama3_json", ("<|eot_id|>", '"parameters"')),

@@ -93,6 +93,7 @@ class Search:
     def __init__(self, pattern: Pattern) -> None:
         self._pattern = pattern
         self._begins = _Class(pattern.first)
+        self._begins[""] = True
         self.threads: list[Thread] = []
         """Unfinished matches, the preferred one first, so that the first begins leftmost."""
         self.match: Match | None = None
@@ -102,7 +103,7 @@ class Search:
         self.threads, self.match = [], None
 
     def step(self, char: str, at: int) -> None:
-        """Consume the character at place ``at``."""
+        """Consume the character at place ``at``; "" is the end of the text."""
         pattern, threads = self._pattern, self.threads
         if self.match is None and self._begins[char]:
             threads = [*threads, *(Thread(place, at, dict.fromkeys(marks, at)) for place, marks in pattern.entry)]
@@ -119,9 +120,9 @@ class Search:
                 if target in seen:
                     continue
                 seen.add(target)
-                marks = {**before, **dict.fromkeys(names, at + 1)} if names else before
+                marks = {**before, **dict.fromkeys(names, at + len(char))} if names else before
                 if target == 0:
-                    self.match = Match(start, marks.get(END, at + 1), marks)
+                    self.match = Match(start, marks.get(END, at + len(char)), marks)
                     self.threads = alive
                     return
                 alive.append(Thread(target, start, marks))
@@ -165,11 +166,11 @@ class _Program:
         return then
 
     def _node(self, kind: Any, value: Any, then: int, *, at_end: bool) -> int:
+        if kind is codes.AT and value is codes.AT_END_STRING:
+            return self._add_test(then, "(?!)", lambda char: not char)
         source = _class_source(kind, value)
         if source is not None:
-            place = self.add(_Instruction((then,), test=_Class(source).__getitem__))
-            self._sources[place] = source
-            return place
+            return self._add_test(then, source, _Class(source).__getitem__)
         if kind is codes.SUBPATTERN:
             group, add_flags, del_flags, inside = value
             if add_flags or del_flags:
@@ -178,15 +179,20 @@ class _Program:
             if not name:
                 return self.sequence(inside, then, at_end=at_end)
             stop = self.add(_Instruction((then,), mark=f"{name}\0stop"))
-            return self.add(_Instruction((self.sequence(inside, stop),), mark=f"{name}\0start"))
+            return self.add(_Instruction((self.sequence(inside, stop, at_end=at_end),), mark=f"{name}\0start"))
         if kind is codes.BRANCH:
             # The end of the text closes a region in any case.
-            branches = [each for each in value[1] if list(each) not in AT_END]
+            branches = [each for each in value[1] if list(each) not in (AT_END if at_end else AT_END[:1])]
             return self.add(_Instruction(tuple(self.sequence(each, then, at_end=at_end) for each in branches)))
         if kind in (codes.MAX_REPEAT, codes.MIN_REPEAT):
             least, most, inside = value
             return self._repeat(least, most, inside, then, greedy=kind is codes.MAX_REPEAT)
         raise PatternError(f"{UNSUPPORTED.get(kind, str(kind).lower())} are not supported")
+
+    def _add_test(self, then: int, source: str, test: Test) -> int:
+        place = self.add(_Instruction((then,), test=test))
+        self._sources[place] = source
+        return place
 
     def _repeat(self, least: int, most: int, inside: Sequence[Any], then: int, *, greedy: bool) -> int:
         if most is codes.MAXREPEAT:

@@ -25,19 +25,36 @@ class Scanner:
     def __init__(self, patterns: Sequence[Pattern]) -> None:
         self._text = ""
         self._base = 0
-        """Place of the first character that is held, counted from the beginning of the stream."""
+        """Place of the first character of ``_text``, counted from the beginning of the stream."""
+        self.place = 0
+        """Place of the first character that is held: the number of those that were taken."""
         self._at = 0
         """Place of the next character to look at."""
+        self._is_over = False
+        """Whether the end of the text has been looked at."""
         self.watch(patterns)
 
     def watch(self, patterns: Sequence[Pattern]) -> None:
         """Look for other delimiters in the text that is still held, and in later text."""
         self._searches = [Search(pattern) for pattern in patterns]
         self._hot = _first_of(tuple(pattern.first for pattern in patterns)) if patterns else None
-        self._at = self._base
+        self._at = self.place
 
     def push(self, text: str) -> None:
-        self._text += text
+        self._text = self._text[self.place - self._base :] + text
+        self._base = self.place
+        self._is_over = False
+
+    def unread(self, text: str) -> None:
+        """Put back text that was taken last. ``watch`` says what to look for in it."""
+        self.place -= len(text)
+        if self.place < self._base:
+            self._text = text[: self._base - self.place] + self._text
+            self._base = self.place
+
+    def take(self, size: int) -> str:
+        """Remove and return characters that are held."""
+        return self._take(self.place + size)
 
     def next(self, *, last: bool = False) -> tuple[str, Found | None]:
         """Return the text before the next delimiter, and the delimiter if there is one.
@@ -56,9 +73,8 @@ class Scanner:
 
     def _take(self, end: int) -> str:
         """Remove and return the text up to ``end``."""
-        cut = end - self._base
-        taken, self._text = self._text[:cut], self._text[cut:]
-        self._base = end
+        taken = self._text[self.place - self._base : end - self._base]
+        self.place = end
         return taken
 
     def _run(self, *, last: bool) -> int | None:
@@ -74,7 +90,7 @@ class Scanner:
                 hot = self._hot.search(text, self._at - base)
                 if hot is None:
                     self._at = end
-                    return None
+                    break
                 self._at = base + hot.start()
             char = text[self._at - base]
             idle, matched = True, False
@@ -88,6 +104,10 @@ class Scanner:
                 best = self._best()
                 if best is not None and not self._can_change(best):
                     return best
+        if last and not self._is_over:
+            self._is_over = True
+            for search in searches:
+                search.step("", end)
         return self._best() if last else None
 
     def _pending(self) -> int:

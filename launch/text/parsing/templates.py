@@ -4,6 +4,7 @@ A template names the regions of an answer (``fields``), with the texts or patter
 between them. The field without an opening is where the text goes that is in no other region.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ FIELD_KEYS = frozenset(
         *("repeats", "join", "optional", "transform", "transform_each"),
     )
 )
-CONTENT_KINDS = ("text", "json", "xml-inline", "kv-lines")
+CONTENT_KINDS = ("text", "json", "xml-inline", "kv-lines", "python")
+"""transformers' kinds, and ``python``: a list of calls as Python writes them."""
+LEADING_BLANKS = re.compile(r"^\\s\*(?![?+*{])")
 THOUGHTS = frozenset(("reasoning_content", "reasoning", "thinking"))
 CALLS = "tool_calls"
 
@@ -44,6 +47,18 @@ class Region:
     join: str = ""
     transform: Any = None
     transform_each: bool = False
+    opens_early: Pattern | None = None
+    """What opens a call in thoughts that have not ended."""
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing but its value opens a call."""
+        return self.opens is not None and self.opens.may_be_empty
+
+    @property
+    def ends_with_value(self) -> bool:
+        """Whether a call may end without a closing, where its JSON ends."""
+        return self.closes is None or self.closes.may_be_empty
 
     @property
     def strips(self) -> bool:
@@ -114,7 +129,15 @@ def _region(name: str, field: Any, where: str) -> Region:
         join,
         field.get("transform"),
         bool(field.get("transform_each", False)),
+        _opens_early(field, opens, where) if name == CALLS else None,
     )
+
+
+def _opens_early(field: Mapping[str, Any], opens: Pattern | None, where: str) -> Pattern | None:
+    if opens is None or opens.may_be_empty or "open" in field:
+        return None if opens is None or opens.may_be_empty else opens
+    # Blanks are frequent, and before a call in thoughts they are thoughts.
+    return _pattern(LEADING_BLANKS.sub("", field["open_pattern"]), f"{where}.open_pattern")
 
 
 def _anchor(field: Mapping[str, Any], key: str, where: str) -> Pattern | None:

@@ -2,15 +2,18 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.launch.text.parsing.literals import bare_json, python_json
 from quire.launch.text.parsing.templates import Region
 
 PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
-UNQUOTED_KEY = re.compile(r"(?<=[{,])(\w+):")
+BLANKS = re.compile(r"\s*")
 NAME = "name"
+WHOLE_CALL = {"type": "function", "function": "{content}"}
+"""The transform of a region whose value has names: it may have several calls, one after the other or in a list."""
 ARGUMENTS = ("arguments", "parameters")
 """Keys of a call's arguments; templates have the first, but some models write the second."""
 
@@ -33,29 +36,49 @@ def decode_json(text: str) -> Any:
         raise Malformed from None
 
 
+def _decode_several(text: str) -> Iterator[Any]:
+    """Return the values that follow each other in JSON text, and those in lists."""
+    at = 0
+    while (blanks := BLANKS.match(text, at)) and blanks.end() < len(text):
+        try:
+            value, at = DECODER.raw_decode(text, blanks.end())
+        except (ValueError, RecursionError):
+            raise Malformed from None
+        yield from value if isinstance(value, list) else [value]
+
+
 def _refuse(constant: str) -> None:
     raise Malformed
 
 
+DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
 def calls_of(body: str, region: Region, captures: Mapping[str, str]) -> list[Call]:
     """Return the calls of one region; raise Malformed if it has none, or something else."""
-    value = _content(body, region.content, region.args or {})
-    if region.transform is None:
+    args, transform = region.args or {}, region.transform
+    if region.content == "python" or (transform == WHOLE_CALL and region.content == "json"):
+        found = list(_decode_several(python_json(body) if region.content == "python" else plain_json(body, args)))
+    elif transform is None:
+        value = _content(body, region.content, args)
         found = value if isinstance(value, list) else [value]
     elif region.transform_each:
+        value = _content(body, region.content, args)
         if not isinstance(value, list):
             raise Malformed
-        found = [transformed(region.transform, {**captures, **_object(item)}) for item in value]
+        found = [transformed(transform, {**captures, **_object(item)}) for item in value]
     else:
-        found = [transformed(region.transform, {**captures, "content": value})]
+        found = [transformed(transform, {**captures, "content": _content(body, region.content, args)})]
     if not found:
         raise Malformed
-    return [_call(item) for item in found]
+    return [_call(item, needs_arguments=region.is_bare) for item in found]
 
 
-def _call(value: Any) -> Call:
+def _call(value: Any, *, needs_arguments: bool) -> Call:
     function = _object(_object(value).get("function", value))
     name = function.get(NAME)
+    if needs_arguments and not any(key in function for key in ARGUMENTS):
+        raise Malformed
     arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
     if isinstance(arguments, str):  # JSON in JSON
         arguments = decode_json(arguments)
@@ -125,7 +148,7 @@ def plain_json(text: str, args: Mapping[str, Any]) -> str:
             raise Malformed
         text = "".join(outside)
     if args.get("unquoted_keys"):
-        text = UNQUOTED_KEY.sub(r'"\1":', text)
+        text = bare_json(text)
     return re.sub("\x01(\\d+)\x02", lambda found: json.dumps(strings[int(found[1])]), text)
 
 
@@ -195,12 +218,16 @@ def _null(raw: str) -> None:
 
 
 def _container(raw: str, kind: type) -> Any:
-    value = decode_json(raw)
+    try:
+        value = decode_json(raw)
+    except Malformed:
+        value = decode_json(python_json(raw))
     if not isinstance(value, kind):
         raise ValueError
     return value
 
 
+ANY_TYPES = ("integer", "number", "boolean", "null", "object", "array")
 _CASTS: Mapping[str, Callable[[str], Any]] = {
     "integer": _integer,
     "number": _number,

@@ -21,6 +21,9 @@ SAID = [
 ]
 
 
+OFFERED = [{**ANTHROPIC_TOOL, "name": name} for name, _ in SAID]
+
+
 def written(calls: list[tuple[str, Any]]) -> str:
     texts = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
@@ -40,7 +43,7 @@ def ask(engine: Any, text_in: Any, client: Any) -> Any:
 
 
 def message(ask: Any, *, stream: bool, **fields: Any) -> Any:
-    body = {"max_tokens": 2000, "messages": [{"role": "user", "content": "hello"}], "tools": [ANTHROPIC_TOOL]}
+    body = {"max_tokens": 2000, "messages": [{"role": "user", "content": "hello"}], "tools": OFFERED}
     response = ask("/v1/messages", {**body, "stream": stream, **fields})
     return message_of(message_events(response)) if stream else response.json()
 

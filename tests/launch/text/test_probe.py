@@ -1,13 +1,8 @@
 """What a chat template loses of requests: small templates with the demands of real ones, and the real ones."""
 
 import contextlib
-import os
 import re
-import subprocess
-import sys
-import tarfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,23 +153,6 @@ TEXTS |= {"zqabout": "offered tools", "zqargument1": "tool calls", "zqargument2"
 TEXTS |= {"zqthought1": "messages", "zqthought2": "calls", "zqpart1": "user messages", "zqpart2": "user messages"}
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nso"}
 THINKING = [[USER, ANSWER, USER], [USER, {**ANSWER, "content": "so", "reasoning_content": "\nwhy\n"}, USER]]
-
-
-@pytest.fixture(scope="module")
-def real_templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The templates that llama-cpp-python's source ships, by name."""
-    folder = os.environ.get("CHAT_TEMPLATES", "")
-    if folder:
-        return {file.stem: file.read_text(encoding="utf-8") for file in Path(folder).glob("*.jinja")}
-    kept = tmp_path_factory.mktemp("templates")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
-    done = subprocess.run([*pip, "llama-cpp-python", "-d", kept], capture_output=True, timeout=600, check=False)
-    files = list(kept.glob("*.tar.gz"))
-    if not files:
-        pytest.skip(f"llama-cpp-python cannot be downloaded: {done.stderr.decode()[-200:]}")
-    with tarfile.open(files[0]) as archive:
-        found = (member for member in archive if "/models/templates/" in member.name and member.name.endswith(".jinja"))
-        return {Path(member.name).stem: archive.extractfile(member).read().decode() for member in found}  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -137,8 +137,8 @@ THOUGHTS = {"harmony": "<|channel|>analysis<|message|>{}<|end|>", "gemma4": "<|c
 CONTENT = {"harmony": "<|start|>assistant<|channel|>final<|message|>{}<|return|>"}
 
 
-def answer_text(name: str, rng: random.Random) -> str:
-    """Return a random answer in the format ``name``; every second one is damaged."""
+def answer_text(name: str, rng: random.Random, *, is_whole: bool = False) -> str:
+    """Return a random answer in the format ``name``; every second one is damaged, unless all must be whole."""
     parts = []
     if rng.random() < 0.5:
         parts.append(THOUGHTS.get(name, "<think>\n{}\n</think>\n\n").format(_words(rng)))
@@ -148,7 +148,7 @@ def answer_text(name: str, rng: random.Random) -> str:
         else:
             parts.append(WRITERS[name](rng, [_call(rng) for _ in range(rng.randint(1, 3))]))
     text = "".join(parts)
-    for _ in range(rng.randint(1, 3) if rng.random() < 0.5 else 0):
+    for _ in range(rng.randint(1, 3) if not is_whole and rng.random() < 0.5 else 0):
         text = _damaged(text, rng)
     return text
 

@@ -13,7 +13,7 @@ from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, Cal
 from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized, template
 from quire.launch.text.parsing.templates import Format, load_format
 from quire.protocol.errors import ConfigError
-from tests.support.launch.answer_texts import answer_text, split
+from tests.support.launch.answer_texts import WRITERS, answer_text, split
 
 TOOLS = {"f": {"n": {"type": "integer"}, "s": {"type": "string"}}, "g": {}}
 
@@ -88,13 +88,13 @@ EXAMPLES: dict[str, tuple[str, list[Event]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str) -> None:
     text, events = EXAMPLES[name]
     assert parse(name, text) == parse(name, list(text)) == events
 
 
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("name", WRITERS)
 def test_result_does_not_depend_on_the_split(name: str) -> None:
     @given(seed=st.integers(0, 2**32), cuts=st.integers(0, 2**32))
     @settings(max_examples=40, deadline=None)
@@ -220,7 +220,7 @@ def test_time_grows_with_the_text_only(name: str, unit: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALL_FORMATS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_cost_of_a_token(name: str) -> None:
     """At most 20 us a token of three characters, over thoughts, content and a call with a long argument."""
     prose = 'The quick brown fox jumps over the "lazy" dog (x < y), then stops.\n\n' * 60

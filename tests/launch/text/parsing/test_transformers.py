@@ -1,7 +1,8 @@
 """The parser's result against transformers' ``ResponseParser``, for random answers in every format and random splits.
 
 Where transformers raises an error, or its value is not a call (no object, a number that is not JSON, text beside the
-tags of arguments), the text of the region must come back as content.
+tags of arguments), the text of the region must come back as content. Damaged answers are read otherwise than there:
+a call ends unclosed thoughts, ends of tags may be missing, and only tools that were offered are called.
 """
 
 import json
@@ -13,9 +14,9 @@ import pytest
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
-from quire.launch.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, template
+from quire.launch.text.parsing.formats import THOUGHT_FORMATS, template
 from quire.launch.text.parsing.templates import load_format
-from tests.support.launch.answer_texts import TOOLS, answer_text, split
+from tests.support.launch.answer_texts import TOOLS, WRITERS, answer_text, split
 
 Message = tuple[str, str, list[tuple[str, Any]]]
 WITH_TYPES = ("glm45", "qwen3_coder")
@@ -133,7 +134,9 @@ def parsed(name: str, pieces: list[str]) -> list[Event]:
     return merged([*events, *parser.finish()])
 
 
-FORMATS = {name: load_format(template_of(name), name) for name in CALL_FORMATS}
+ENDS_WITH_VALUE = ("llama3_json", "mistral", "mistral_list")
+"""Formats in which text after a call is content here, and the end of the call there."""
+FORMATS = {name: load_format(template_of(name), name) for name in WRITERS if name not in ENDS_WITH_VALUE}
 # Like those that transformers has for Qwen: stripped content, and a close that is the end of the text.
 THEIRS = {
     "defaults": {"role": "assistant"},
@@ -156,9 +159,10 @@ FORMATS["theirs"] = load_format(THEIRS, "theirs")
 def compare(name: str, num_texts: int, num_splits: int, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     for _ in range(num_texts):
-        text = answer_text("hermes" if name == "theirs" else name, rng)
+        is_whole = rng.random() < 0.6
+        text = answer_text("hermes" if name == "theirs" else name, rng, is_whole=is_whole)
         whole = parsed(name, [text])
-        assert message(whole) == expected(name, text), text
+        assert not is_whole or message(whole) == expected(name, text), text
         for _ in range(num_splits):
             pieces = split(text, rng)
             assert parsed(name, pieces) == whole, pieces
