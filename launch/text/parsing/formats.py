@@ -39,7 +39,7 @@ def _invoked(outer: str, prefix: str = "") -> dict[str, Any]:
 
 
 def _begin(recipient: str) -> str:
-    """Return the pattern of the beginning of a header of gpt-oss. Its words have no fixed order."""
+    """Return the pattern of the beginning of a header of gpt-oss, in any order of its parts."""
     words = rf"(?: to={recipient}| \w+)*\s*"
     return rf"(?:<\|start\|>assistant(?: to={recipient}\s*)?)?(?:{_KIND}\s*\w+{words})*"
 
