@@ -80,8 +80,8 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
         "end_tokens": [f"{token} {text}".rstrip() for token, text in ends.items()],
         "chat_template": text_in.template and text_in.template.where.rpartition("/")[2],
         "roles": found.roles,
-        "tools": form.name if found.reads_calls and form is not None else None,
-        "thoughts": list(thinking.markers or ()),
+        "tools": form and form.whole.has_calls and f"{form.name}, {'' if found.reads_calls else 'not '}read back",
+        "thoughts": list(thinking.markers or ()) or (form.name if form and form.has_thoughts else None),
         "structured_output": [*KINDS[:-1], "json_object"] if model.generates and vocab else [],
     }
     return facts, losses, notes

@@ -9,7 +9,6 @@ from quire.launch.text.control_text import special_pattern, written_end
 from quire.launch.text.messages import ROLES, check_messages
 from quire.launch.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped
 from quire.launch.text.parsing.choose import AnswerFormat
-from quire.launch.text.parsing.templates import THOUGHTS
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 
@@ -108,7 +107,7 @@ def probe(text_in: TextIn, form: AnswerFormat | None) -> Probe:
         losses.append(f"tool calls of this chat template cannot be read: {how}")
     elif form is not None and writes_calls and not reads_calls:
         losses.append(f"{form.name} does not read tool calls as the chat template writes them")
-    thinks = form is not None and any(region.name in THOUGHTS for region in form.whole.regions)
+    thinks = form is not None and form.has_thoughts
     left = [kind for text, kind in _THOUGHTS.items() if thinks and text not in rendered and kind not in fates]
     notes = [f"the chat template leaves out thoughts in earlier {' and '.join(left)}"] if left else []
     return Probe(losses, notes, roles, reads_calls, rendered)

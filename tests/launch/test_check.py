@@ -30,7 +30,11 @@ def checked(capsys: pytest.CaptureFixture[str]) -> Checked:
 def test_the_demo_model_loses_nothing(checked: Checked) -> None:
     status, text = checked()
     rows = dict(line.split(None, 1) for line in text.splitlines() if "  " in line)
-    assert (status, rows["roles"], rows["tools"]) == (0, "system, developer, user, assistant, tool", "format hermes")
+    assert (status, rows["roles"], rows["tools"]) == (
+        0,
+        "system, developer, user, assistant, tool",
+        "format hermes, read back",
+    )
     assert rows["parameters"] == "1,181,376" and "lost" not in text
 
 

@@ -33,6 +33,10 @@ class AnswerFormat:
     writer: AnswerWriter | None = None
     name: str = ""
 
+    @property
+    def has_thoughts(self) -> bool:
+        return any(region.name in THOUGHTS for region in self.whole.regions)
+
     def for_request(self, *, with_tools: bool) -> Format | None:
         return self.whole if with_tools else self.without_calls
 
