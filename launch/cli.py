@@ -112,8 +112,8 @@ def _chosen(arguments: Sequence[str]) -> str:
     return " ".join(names[: 2 if names[:1] == [BENCH] else 1])
 
 
-def _make_parser(chosen: str) -> tuple[_Parser, _Parser]:
-    """Return the whole parser and the chosen command's parser. Only the chosen command gets its flags."""
+def _make_parser(chosen: str | None) -> tuple[_Parser, _Parser]:
+    """Return the whole parser and the chosen command's parser. Only the chosen command gets its flags; None: all do."""
     parser = _Parser(prog="quire", description="Quire, a serving engine for large language models.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of quire, its commit and torch")
     groups = {"": parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")}
@@ -126,7 +126,7 @@ def _make_parser(chosen: str) -> tuple[_Parser, _Parser]:
         made.set_defaults(run=command.run)
         if name == BENCH:
             groups[name] = made.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True)
-        if name == chosen:
+        if chosen in (name, None):
             command.add_flags(made)
             found = made
     return parser, found
@@ -255,7 +255,7 @@ def _serve(args: argparse.Namespace) -> None:
 def _complete(args: argparse.Namespace) -> None:
     from quire.launch.completion import script
 
-    print(script(args.shell, {name: _make_parser(name)[1] for name in COMMANDS}), end="")
+    print(script(args.shell, _make_parser(None)[0]), end="")
 
 
 def _as_flag(near: str) -> str:
