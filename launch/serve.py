@@ -81,10 +81,9 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         admin_api_key=read_admin_keys(options, keys),
     )
     with Listener(options) as listener:
-        _say(options, f"starting {model_name} on {listener.address}")
         fd = listener.socket.fileno()
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
-        about = f"Quire {__version__} serves {model_name} on {listener.address}"
+        about = f"{model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
             with contextlib.closing(_open_places(config, options)) as places:
                 by_contents = config.enable_prefix_caching and options.routing == "cache"
@@ -139,6 +138,7 @@ def _run(
 ) -> None:
     signals = Signals(processes)
     write_settings(processes.directory, options, server_adapters(config, options))
+    _say(options, f"starting {about}")
     processes.start_all()
     said_at = started
     while not processes.is_ready and not signals.count:
@@ -159,7 +159,7 @@ def _run(
             engines = f", {counted(len(processes.slots), 'engine')}"
         else:
             write_line(_kv_cache_line(config, processes.policy.ready_detail))
-        write_line(f"{about} (ready in {seconds:.1f} s{engines})")
+        write_line(f"Quire {__version__} serves {about} (ready in {seconds:.1f} s{engines})")
     while not signals.count:
         processes.watch(None)
     write_line(

@@ -54,7 +54,7 @@ def test_names_open_nothing_outside_the_folder(adapted: AbusedApp) -> None:
 
 LOADS: tuple[Any, ...] = (
     *({}, {"lora_name": "x"}, {"lora_path": "/x"}, {"lora_name": "x", "lora_path": None}),
-    *({"lora_name": value, "lora_path": "/x"} for value in (0, True, [], {}, "", "a/b", ".x", "x" * 257, "a\nb")),
+    *({"lora_name": value, "lora_path": "/x"} for value in (0, True, [], {}, "", "/a", ".x", "x" * 257, "a\nb")),
     *({"lora_name": "x", "lora_path": value} for value in (0, [], {}, "", "a\0b", "/x" * 5000, "\x1b[31m", "\u202e")),
     {"lora_name": "x", "lora_path": "/x", "load_inplace": "yes"},
     {"lora_name": "x", "lora_path": "/x", "lora_int_id": 1},

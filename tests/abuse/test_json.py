@@ -102,8 +102,8 @@ WRONG_NAMES: list[str] = [
     *("temprature", "Temperature", "max_token", "maxTokens", " n", "n ", "n\n", "n\x00", "", "x", "é", "😀"),
     "__class__",
     *("prompt.0", "a\nb\x1b[31m", "n" * 100_000, "‮gnol", "constructor", "__proto__", "request_id", "X-Request-Id"),
-    *("prompt_token_ids", "num_beams", "beam_size", "truncate_prompt_tokens"),
-    *("mm_processor_kwargs", "kv_transfer_params", "bad_words_token_ids", "n_", "stop_", "session_id", "resumable"),
+    *("prompt_token_ids", "num_beams", "beam_size"),
+    *("mm_processor_kwargs", "bad_words_token_ids", "n_", "stop_", "session_id", "resumable"),
     "output_token_ids",
 ]
 

@@ -21,6 +21,7 @@ INVALID_PROMPTS: list[Any] = [
 ]
 INVALID_CONVERSATIONS: list[Any] = [
     *(None, [], "x", "", {}, USER, 5, True, [[]], [None], ["hello"], [5], [[USER]], [{}]),
+    *(0, 1.5, False, [0], [True], [""], [USER, None]),
     [USER] * 8193,
 ]
 NO_MESSAGES: list[Any] = [

@@ -190,7 +190,7 @@ class TestOpenAIClient:
 
 BAD = [
     ({"prompt": "x", "temperature": "hot"}, 400, "temperature", "from 0 to 2"),
-    ({"prompt": "x", "guided_regex": "a"}, 400, "guided_regex", "structured_outputs"),
+    ({"prompt": "x", "kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params", "not supported"),
     ({"prompt": ""}, 400, "prompt", "empty"),
     ({"prompt": [1024]}, 400, "prompt", "from 0 to 1023"),
     ({"prompt": [5] * 2048}, 400, "prompt", "2048"),

@@ -45,6 +45,7 @@ GOOD: dict[str, list[Any]] = {
     "beam_width": [None],
     "length_penalty": [1, 1.0],
     "early_stopping": [False],
+    "skip_reading_prefix_cache": [True, False],
 }
 BAD: dict[str, tuple[list[Any], str]] = {
     "n": ([0, -1, 129, 10**6, 2**63, *NOT_INTEGERS], "n must be an integer from 1 to 128"),
@@ -99,6 +100,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "beam_width": ([1, 64], "beam_width is a parameter of beam search: it needs use_beam_search"),
     "length_penalty": ([10.5, -11, *NOT_NUMBERS], "length_penalty must be a number from -10 to 10"),
     "early_stopping": ([1, None, "always"], 'early_stopping must be true, false or "never"'),
+    "skip_reading_prefix_cache": ([1, "yes", None], "skip_reading_prefix_cache must be true or false"),
 }
 BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
     "beam_width": ([0, 65, -1, *NOT_INTEGERS], "beam_width with use_beam_search must be an integer from 1 to 64"),
