@@ -128,7 +128,7 @@ class FleetPolicy:
         """Start what is due, kill what has not reported for too long, and carry on with orders."""
         if self._stopping:
             return
-        for member in self.members():
+        for member in self.members:
             limit = SILENT_S if member.started else START_S
             if now > member.last_report_at + limit:
                 log.error("process stopped reporting", role=member.role, pid=member.process.pid, seconds=limit)
@@ -147,7 +147,7 @@ class FleetPolicy:
     def next_event(self, now: float) -> float:
         """Return the number of seconds until ``tick`` must be called."""
         times = [*self._due.values(), *self.engines.times()]
-        times += [m.last_report_at + (SILENT_S if m.started else START_S) for m in self.members()]
+        times += [m.last_report_at + (SILENT_S if m.started else START_S) for m in self.members]
         return max(0.0, min(times, default=now + 1.0) - now)
 
     # ---- state
@@ -164,8 +164,9 @@ class FleetPolicy:
         ready = [front_end for front_end in self.front_ends if front_end.ready]
         return self.engines.have_settled and has_router and len(ready) == self._counts.num_front_ends
 
+    @property
     def members(self) -> list[Member]:
-        """Return all running processes that the fleet has started."""
+        """All running processes that the fleet has started."""
         engines = [slot.member for slot in self.engines.slots.values() if slot.member is not None]
         return [*self.front_ends, *([] if self.router is None else [self.router]), *engines]
 
@@ -173,7 +174,7 @@ class FleetPolicy:
     def pids(self) -> dict[str, list[int]]:
         """The ids of these processes by role."""
         found: dict[str, list[int]] = {}
-        for member in self.members():
+        for member in self.members:
             found.setdefault(member.role, []).append(member.process.pid)
         return found
 
@@ -223,7 +224,7 @@ class FleetPolicy:
 
     def _front_end_ended(self, member: Member, reason: str, now: float) -> None:
         self.front_ends.remove(member)
-        self._send(self.members(), Command("front_end_exited", pid=member.process.pid), ("engine", "router"))
+        self._send(self.members, Command("front_end_exited", pid=member.process.pid), ("engine", "router"))
         self.engines.front_end_ended(now)
         if not self._draining:
             self._front_end_failed(member.index, member.failure, reason, now)
@@ -262,7 +263,7 @@ class FleetPolicy:
         places = self.engines.places()
         if places != self._announced:
             self._announced = places
-            self._send(self.members(), Command("engines", engines=places), ("frontend", "router"))
+            self._send(self.members, Command("engines", engines=places), ("frontend", "router"))
 
     def _send(self, members: Iterable[Member], command: Command, roles: tuple[Role, ...] = ("frontend",)) -> None:
         for member in members:
@@ -270,4 +271,4 @@ class FleetPolicy:
                 self._runner.send(member.process, command)
 
     def _find(self, process: Process) -> Member | None:
-        return next((m for m in self.members() if m.process is process), None)
+        return next((m for m in self.members if m.process is process), None)

@@ -4,31 +4,26 @@ The supervision policy (policy.py) decides what to do about a death. Each child 
 *status* it writes reports; on *lifeline* it reads commands, and the end of that pipe means that the supervisor exited.
 """
 
-import contextlib
-import copy
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
 from quire.launch.config.sampling_options import import_paths
-from quire.launch.supervision.children import Children
-from quire.launch.supervision.directory import make_directory, remove_directory
 from quire.launch.supervision.members import Process, RemoteWorkers, Role, WatchedProcess
 from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
+from quire.launch.supervision.process_owner import ProcessOwner
 from quire.protocol.config import EngineConfig
-from quire.protocol.process.child import Command, Report
-from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
+from quire.protocol.process.child import Command
 
 # A worker thread that waits for other threads spins this many times and then sleeps. The default of torch's OpenMP
 # library is to spin forever, which takes the core from the scheduler, the front ends and other programs. Measurements:
 # docs/log.md, 2026-11-21.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-STOP_DEADLINE = 5.0
 
 
 class WorkerProgram(NamedTuple):
@@ -50,12 +45,12 @@ class FrontEndProgram(NamedTuple):
     pass_fds: tuple[int, ...]
 
 
-class Supervisor:
-    """The engine's processes: a scheduler, a worker per rank, and for a server its front ends.
+class Supervisor(ProcessOwner):
+    """The engine's processes: a scheduler, a worker per rank, and for a server its front ends."""
 
-    Owns the socket directory (mode 0700) and the children; a context manager that removes and ends them. All methods
-    must be called from one thread, which must not end before the children: they are killed when it ends.
-    """
+    policy: SupervisionPolicy
+    stop_order = (("frontend",), ("scheduler",), ("worker",))
+    stop_deadline = 5.0
 
     def __init__(
         self,
@@ -86,19 +81,10 @@ class Supervisor:
         self._on_new_scheduler = on_new_scheduler
         self._import_paths = import_paths(config.logits_processors)
         self._remote = remote
-        self._children = Children()
-        self.directory, self._lock = (directory, -1) if directory is not None else make_directory()
+        super().__init__(directory)
         count = front_end.num_processes if front_end is not None else 0
-        self._written_restarts = Restarts()
-        self._written_pids: dict[str, list[int]] = {}
         counts = ProcessCounts(config.tensor_parallel_size, count, standby and remote is None)
         self.policy = SupervisionPolicy(counts, self)
-
-    def __enter__(self) -> "Supervisor":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self.stop()
 
     def start_engine(self) -> None:
         """Start scheduler and workers. ``is_ready`` is true once they can serve."""
@@ -113,57 +99,15 @@ class Supervisor:
         self.policy.admit_front_ends(time.monotonic())
 
     @property
-    def is_ready(self) -> bool:
-        return self.policy.is_ready
-
-    @property
     def awaited(self) -> str:
         return self.policy.awaited
-
-    @property
-    def wakeup_fd(self) -> int:
-        """A descriptor; a byte written to it makes ``watch`` return."""
-        return self._children.wakeup_fd
 
     def wake_on(self, fd: int) -> None:
         """Let ``watch`` return while ``fd`` is readable."""
         self._children.wake_on(fd)
 
-    def watch(self, timeout: float | None) -> None:
-        """Process reports and ends of children; return after the first ones, or after ``timeout`` seconds.
-
-        Raises:
-            ConfigError, EngineError: the engine cannot continue, with the reason.
-        """
-        wait = self.policy.next_event(time.monotonic())
-        for child, reports, ended in self._children.wait(wait if timeout is None else min(timeout, wait)):
-            self._take(child, reports, ended)
-        self.policy.tick(time.monotonic())
-        self._publish()
-        if self.policy.fatal_error is not None:
-            raise self.policy.fatal_error
-
-    def _publish(self) -> None:
-        """Publish what changed to the front ends. A full disk must not end the engine: the next change retries."""
-        if self.policy.restarts != self._written_restarts:
-            self._written_restarts = copy.copy(self.policy.restarts)
-            with contextlib.suppress(OSError):
-                write_restarts(self.directory, self._written_restarts)
-        pids = {"supervisor": [os.getpid()], **self.policy.pids}
-        if pids != self._written_pids:
-            self._written_pids = pids
-            with contextlib.suppress(OSError):
-                write_pids(self.directory, pids)
-
-    def _take(self, child: WatchedProcess, reports: Sequence[Report], ended: bool) -> None:
-        now = time.monotonic()
-        for report in reports:
-            self.policy.reported(child, report, now)
-        if ended:
-            member = next((m for m in self.policy.members if m.process is child), None)
-            reason = child.describe_end(member.role if member is not None else "worker")
-            self._children.close_child(child)
-            self.policy.ended(child, reason, now)
+    def _publish(self, now: float) -> None:
+        self._write(self.policy.restarts, self.policy.pids)
 
     # ---- policy.Runner
 
@@ -194,10 +138,7 @@ class Supervisor:
     def send(self, process: Process, command: Command) -> None:
         if command.kind == "worker_epoch" and self._remote is not None:
             self._remote.prepare_group(command.worker_epoch)
-        _watched(process).send(command)
-
-    def kill(self, process: Process) -> None:
-        self._children.kill(_watched(process))
+        super().send(process, command)
 
     def scheduler_replaced(self, incarnation: int) -> None:
         self._on_new_scheduler(incarnation)
@@ -214,48 +155,10 @@ class Supervisor:
         if (scheduler := self.policy.scheduler) is not None:
             self.send(scheduler.process, Command("front_end_exited", pid=pid))
 
-    # ---- shutdown
-
-    def drain(self) -> None:
-        """Let front ends refuse new requests, finish the running ones and end."""
-        self.policy.drain()
-
-    def has_front_ends(self) -> bool:
-        return bool(self.policy.front_ends)
-
-    def stop(self) -> None:
-        """Stop all children, front ends first and workers last, and remove the directory. May be called twice.
-
-        If the engine has failed, front ends do not drain: their streams end with an error.
-        """
-        self.policy.stop()
-        died = self.policy.fatal_error is not None
-        reason = " ".join(str(self.policy.fatal_error).split()) if died else ""
-        deadline = time.monotonic() + STOP_DEADLINE
-        for role in ("frontend", "scheduler", "worker"):
-            members = [m for m in self.policy.members if m.role == role]
-            for member in members:
-                failed = died and role == "frontend"
-                self.send(member.process, Command("engine_failed") if failed else Command("stop", text=reason))
-            for member in members:
-                _watched(member.process).end(deadline)
+    def _all_ended(self) -> None:
         self.policy.members.clear()
         if self._remote is not None:
             self._remote.close()
-        self._children.close()
-        remove_directory(self.directory, self._lock)
-        self._lock = -1
-
-    def kill_all(self) -> None:
-        """Kill all children now."""
-        self.policy.stop()
-        for member in self.policy.members:
-            _watched(member.process).kill()
-
-
-def _watched(process: Process) -> WatchedProcess:
-    """Return a process that ``Supervisor.start`` has returned as what it is there."""
-    return cast(WatchedProcess, process)
 
 
 def write_config(directory: Path, config: EngineConfig) -> None:
