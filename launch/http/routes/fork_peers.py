@@ -5,7 +5,6 @@ passes the response on, message by message.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,28 +44,18 @@ def fork_address(directory: Path, index: int) -> Path:
 async def share_forks(fork: Fork, address: Path) -> asyncio.Server:
     """Answer the questions of other front ends."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, TimeoutError, msgspec.MsgspecError, ClientDisconnected):
-            async with asyncio.timeout(TIMEOUT_S):
-                question = msgspec.msgpack.decode(await read_frame(reader, MAX_QUESTION_BYTES), type=ForkQuestion)
-            await _answer(fork, question, reader, writer)
-        writer.close()
+    async def answer(question: ForkQuestion, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        scope: Scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
+        scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
+        try:
+            app = fork(scope, question.id, question.body)
+        except QuireError as error:
+            app = as_api_error(error).response(PATH)
+        write_frame(writer, app is not None)
+        if app is not None:
+            await answer_over(app, scope, reader, writer)
 
-    return await listen(address, answer)
-
-
-async def _answer(
-    fork: Fork, question: ForkQuestion, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    scope: Scope = {"type": "http", "method": "POST", "path": PATH, "headers": []}
-    scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
-    try:
-        app = fork(scope, question.id, question.body)
-    except QuireError as error:
-        app = as_api_error(error).response(PATH)
-    write_frame(writer, app is not None)
-    if app is not None:
-        await answer_over(app, scope, reader, writer)
+    return await listen(address, ForkQuestion, MAX_QUESTION_BYTES, answer)
 
 
 async def answer_over(

@@ -5,17 +5,15 @@ reaches sends it the request as it is, and passes the response on, message by me
 """
 
 import asyncio
-import contextlib
 from pathlib import Path
 
 import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from quire.launch.http.routes.fork_peers import answer_over
-from quire.launch.http.schema.errors import ClientDisconnected
 from quire.launch.http.serving.body import MAX_BODY_BYTES
 from quire.launch.http.serving.gate import REQUEST_ID, TENANT
-from quire.launch.http.stored.peer_frames import TIMEOUT_S, listen, read_frame, write_frame
+from quire.launch.http.stored.peer_frames import listen, write_frame
 
 MAX_QUESTION_BYTES = MAX_BODY_BYTES + 64 * 1024
 
@@ -39,16 +37,12 @@ def session_address(directory: Path, index: int) -> Path:
 async def share_sessions(router: ASGIApp, address: Path) -> asyncio.Server:
     """Answer the questions of other front ends by this one's routes."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError, EOFError, TimeoutError, msgspec.MsgspecError, ClientDisconnected):
-            async with asyncio.timeout(TIMEOUT_S):
-                question = msgspec.msgpack.decode(await read_frame(reader, MAX_QUESTION_BYTES), type=SessionQuestion)
-            scope: Scope = {"type": "http", "method": question.method, "path": question.path}
-            scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
-            scope["headers"], scope["query_string"] = question.headers, b""
-            body: Message | None = {"type": "http.request", "body": question.body}
-            write_frame(writer, True)  # the question has arrived
-            await answer_over(router, scope, reader, writer, body)
-        writer.close()
+    async def answer(question: SessionQuestion, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        scope: Scope = {"type": "http", "method": question.method, "path": question.path}
+        scope["state"] = {TENANT: question.tenant, REQUEST_ID: question.client_id}
+        scope["headers"], scope["query_string"] = question.headers, b""
+        body: Message | None = {"type": "http.request", "body": question.body}
+        write_frame(writer, True)  # the question has arrived
+        await answer_over(router, scope, reader, writer, body)
 
-    return await listen(address, answer)
+    return await listen(address, SessionQuestion, MAX_QUESTION_BYTES, answer)

@@ -45,18 +45,12 @@ def peer_address(directory: Path, index: int) -> Path:
 async def share_responses(store: ResponseStore, address: Path) -> asyncio.Server:
     """Answer the questions of other front ends."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                question = msgspec.msgpack.decode(await read_frame(reader, MAX_QUESTION_BYTES), type=Question)
-                write_frame(writer, _answer(store, question))
-                await writer.drain()
-        except (OSError, EOFError, TimeoutError, msgspec.MsgspecError):
-            pass  # the other process has ended, or gave up
-        finally:
-            writer.close()
+    async def answer(question: Question, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            write_frame(writer, _answer(store, question))
+            await writer.drain()
 
-    return await listen(address, answer)
+    return await listen(address, Question, MAX_QUESTION_BYTES, answer)
 
 
 def _answer(store: ResponseStore, question: Question) -> SharedResponse | bool | None:
