@@ -61,11 +61,22 @@ class ZmqSequence:
 
 
 class SubmittingClient(ABC):
-    """The part of ``engine_client.EngineClient`` that makes requests, for one engine or several."""
+    """The part of ``engine_client.EngineClient`` that is the same for one engine and several. Owns the sockets."""
 
     def __init__(self, max_model_len: int, vocab_size: int) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self._context = zmq.asyncio.Context()
+        self._state_known = asyncio.Event()
+        self._was_ready = asyncio.Event()
+
+    async def wait_state_known(self) -> None:
+        """Wait until the state of an engine is known, or that none has started."""
+        await self._state_known.wait()
+
+    async def wait_ready(self) -> None:
+        """Wait until an engine accepts requests for the first time."""
+        await self._was_ready.wait()
 
     @property
     @abstractmethod
@@ -122,14 +133,11 @@ class ZmqEngineClient(SubmittingClient):
     def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
         super().__init__(max_model_len, vocab_size)
         self.places: list[EnginePlace] = []
-        self._context = zmq.asyncio.Context()
         self._link = SchedulerLink(self._context, directory, index, Readers(), on_change=self._note)
         self._session = self._link.session
         self._beating: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._state_known = asyncio.Event()
-        self._was_ready = asyncio.Event()
 
     @property
     def state(self) -> str:
@@ -175,14 +183,6 @@ class ZmqEngineClient(SubmittingClient):
 
     async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
         return await self._link.ask(lambda query: UnloadAdapter(adapter.name, adapter.digest, force, query))
-
-    async def wait_state_known(self) -> None:
-        """Wait until the scheduler has sent the engine's state."""
-        await self._state_known.wait()
-
-    async def wait_ready(self) -> None:
-        """Wait until the engine accepts requests for the first time."""
-        await self._was_ready.wait()
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no answer is in flight; return False after ``timeout`` seconds."""

@@ -95,7 +95,7 @@ class Links:
 
 
 class SeveralEnginesClient(SubmittingClient):
-    """Implements ``engine_client.EngineClient`` for a server with several engines. Owns the sockets."""
+    """Implements ``engine_client.EngineClient`` for a server with several engines."""
 
     def __init__(
         self,
@@ -113,7 +113,6 @@ class SeveralEnginesClient(SubmittingClient):
         """
         super().__init__(config.max_model_len, config.model.vocab_size)
         self._directory = directory
-        self._context = zmq.asyncio.Context()
         self._links = Links(self._context, index, on_drained)
         self._router_channel: AsyncZmqChannel | None = None
         self._router_incarnation = 0
@@ -123,8 +122,6 @@ class SeveralEnginesClient(SubmittingClient):
         self._keys = BlockKeys(config) if config.feeds_router else None
         self._tasks: list[asyncio.Task[None]] = []
         self._receiving: asyncio.Task[None] | None = None
-        self._state_known = asyncio.Event()
-        self._was_ready = asyncio.Event()
         self._changed = asyncio.Event()
 
     @property
@@ -193,14 +190,6 @@ class SeveralEnginesClient(SubmittingClient):
         if self._router_channel is not None:
             self._router_channel.close()
         self._context.term()  # waits at most the sockets' linger time
-
-    async def wait_state_known(self) -> None:
-        """Wait until the state of an engine is known, or that none has started."""
-        await self._state_known.wait()
-
-    async def wait_ready(self) -> None:
-        """Wait until an engine accepts requests for the first time."""
-        await self._was_ready.wait()
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no answer is in flight; return False after ``timeout`` seconds."""
