@@ -5,14 +5,13 @@ and the pool is full of cached contents: in every ``UNIT`` steps each group of e
 evicted, and each group with a window releases one. So a step does what it does in a server that has run for hours.
 """
 
-import gc
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import msgspec
 
-from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, bench_model
+from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, bench_model, uncollected
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 
@@ -46,14 +45,10 @@ def measure_layouts(sizes: LayoutSizes, steady_decode: bool = True) -> dict[str,
     """Return microseconds of CPU per step, median over units, and the ratio to full attention, by layout."""
     rigs = {name: _filled(_model(shape, sizes), sizes, steady_decode) for name, shape in SHAPES.items()}
     samples: dict[str, list[float]] = {name: [] for name in rigs}
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection would count for one of them
-    for index in range(sizes.rounds):
-        for name in sorted(rigs, reverse=bool(index % 2)):
-            samples[name] += [rigs[name].mean_step_us(UNIT) for _ in range(sizes.units)]
-    gc.enable()
-    gc.unfreeze()
+    with uncollected():
+        for index in range(sizes.rounds):
+            for name in sorted(rigs, reverse=bool(index % 2)):
+                samples[name] += [rigs[name].mean_step_us(UNIT) for _ in range(sizes.units)]
     base = median(samples["full_attention"])
     return {
         name: {"step_us": round(median(found), 2), "ratio": round(median(found) / base, 3)}

@@ -5,10 +5,11 @@ to the front ends and encode them. Copies of blocks are encoded with the step, a
 worker's side is not timed.
 """
 
+import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,6 +74,16 @@ def freeze() -> None:
 def unfreeze() -> None:
     gc.unfreeze()
     gc.collect()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage while rigs take turns: a collection would count for one of them."""
+    freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    unfreeze()
 
 
 class BatchWorker:

@@ -3,13 +3,12 @@
 Rigs with and without host memory take turns, so that other load on the machine meets them alike.
 """
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig
+from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, freeze, uncollected, unfreeze
 
 UNIT = BLOCK_SIZE
 """Steps in which every request gets one new block."""
@@ -79,14 +78,10 @@ def _decoding(sizes: TierSizes, on: bool, steady_decode: bool, *, is_full: bool)
 def _step_us(rigs: Mapping[bool, Rig], sizes: TierSizes) -> dict[bool, list[float]]:
     """Return the mean step of each round, without and with host memory."""
     samples: dict[bool, list[float]] = {False: [], True: []}
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection would count for one of them
-    for index in range(sizes.rounds):
-        for on in sorted(rigs, reverse=bool(index % 2)):
-            samples[on].append(rigs[on].mean_step_us(UNIT * sizes.units))
-    gc.enable()
-    gc.unfreeze()
+    with uncollected():
+        for index in range(sizes.rounds):
+            for on in sorted(rigs, reverse=bool(index % 2)):
+                samples[on].append(rigs[on].mean_step_us(UNIT * sizes.units))
     return samples
 
 
@@ -105,8 +100,7 @@ def _loads(sizes: TierSizes, steady_decode: bool) -> dict[str, Any]:
         rig.add(prompt, 1)
         rig.run_until_idle()
     samples: list[float] = []
-    gc.collect()
-    gc.freeze()
+    freeze()
     for index in range(sizes.loads):
         rig.add(prompts[index % len(prompts)], 1)
         before = rig.num_moved
@@ -114,5 +108,5 @@ def _loads(sizes: TierSizes, steady_decode: bool) -> dict[str, Any]:
         assert step.diff is None and step.update_ns is not None
         samples.append((step.schedule_ns + step.update_ns) / 1e3 / (rig.num_moved - before))
         rig.run_until_idle()
-    gc.unfreeze()
+    unfreeze()
     return {"us_per_loaded_block": round(median(samples), 3), "loaded_per_prompt": per_prompt - 1}

@@ -5,7 +5,6 @@ is mostly noise, so the journal's time in the loop's thread and the CPU time of 
 directly. The direct figures leave out hashing of blocks that become full, about 0.2 us per block.
 """
 
-import gc
 import tempfile
 import time
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, now_ns
+from quire.launch.bench.scheduler.scheduler_rig import BLOCK_SIZE, Rig, now_ns, uncollected
 from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.model.kv_layout import kv_layout
 from quire.scheduler_proc.trace.event_log import TraceHeader
@@ -101,24 +100,20 @@ def _measure(sizes: TraceSizes, path: Path) -> dict[str, float]:
     rigs = {"with": JournalRig(sizes, str(path)), "without": JournalRig(sizes, "")}
     for rig in rigs.values():
         rig.fill_staggered(sizes)
-    gc.collect()
-    gc.freeze()
-    gc.disable()  # a collection would count for one of the two
     whole: dict[str, list[float]] = {"with": [], "without": []}
     thread: dict[str, list[float]] = {"with": [], "without": []}
-    writer_start = rigs["with"].journal.writer_cpu_ns()
-    for chunk in range(sizes.chunks):
-        for name in sorted(rigs, reverse=bool(chunk % 2)):
-            for _ in range(sizes.steps // UNIT):
-                rig, start = rigs[name], now_ns()
-                rig.journal_ns = 0
-                for _ in range(UNIT):
-                    rig.run_step()
-                whole[name].append((now_ns() - start) / UNIT / 1e3)
-                thread[name].append(rig.journal_ns / UNIT / 1e3)
-    rigs["with"].journal.idle()
-    gc.enable()
-    gc.unfreeze()
+    with uncollected():
+        writer_start = rigs["with"].journal.writer_cpu_ns()
+        for chunk in range(sizes.chunks):
+            for name in sorted(rigs, reverse=bool(chunk % 2)):
+                for _ in range(sizes.steps // UNIT):
+                    rig, start = rigs[name], now_ns()
+                    rig.journal_ns = 0
+                    for _ in range(UNIT):
+                        rig.run_step()
+                    whole[name].append((now_ns() - start) / UNIT / 1e3)
+                    thread[name].append(rig.journal_ns / UNIT / 1e3)
+        rigs["with"].journal.idle()
     recorded_steps = sizes.steps * sizes.chunks
     writer_us = (rigs["with"].journal.writer_cpu_ns() - writer_start) / recorded_steps / 1e3
     lost = rigs["with"].journal.num_lost_lines
