@@ -38,6 +38,7 @@ from quire.launch.http.routes.sessions import open_session, session
 from quire.launch.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.access_log import AccessLog
+from quire.launch.http.serving.body import json_response
 from quire.launch.http.serving.gate import ADAPTER_PATHS, Gate
 from quire.launch.http.serving.heads import RootPath
 from quire.launch.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
@@ -67,7 +68,7 @@ async def health(server: Server, request: Request) -> Response:
     """Return 200 while the engine makes progress, recovery included, and 503 while it starts, after it has failed, or
     when it has produced no token for too long."""
     is_healthy = server.engine.state in ("ready", "recovering", "draining") and not server.is_stuck
-    return _json(Status(server.status), 200 if is_healthy else 503)
+    return json_response(Status(server.status), 200 if is_healthy else 503)
 
 
 async def ready(server: Server, request: Request) -> Response:
@@ -76,11 +77,11 @@ async def ready(server: Server, request: Request) -> Response:
     A recovering engine is ready: new requests only wait until the recovery is over. A paused one is not.
     """
     is_ready = server.engine.state in ("ready", "recovering") and not server.is_stuck and not server.engine.pause_kind
-    return _json(Status(server.status), 200 if is_ready else 503)
+    return json_response(Status(server.status), 200 if is_ready else 503)
 
 
 async def version(server: Server, request: Request) -> Response:
-    return _json(Version(server.settings.version))
+    return json_response(Version(server.settings.version))
 
 
 async def metrics(server: Server, request: Request) -> Response:
@@ -189,7 +190,3 @@ async def _routing_error(request: Request, error: Exception) -> Response:
             return ApiError(405, text, None, "method_not_allowed").response(path, headers)
         case _:
             return ApiError(status, "request refused", None, None).response(path, headers)
-
-
-def _json(body: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -9,7 +9,7 @@ from quire.launch.http.dialects.messages_body import parse_messages
 from quire.launch.http.dialects.messages_events import MessageFormatter
 from quire.launch.http.routes.conversation import encode_conversation
 from quire.launch.http.routes.generate import Generation, new_request_id
-from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.body import json_response, read_json
 from quire.launch.http.serving.gate import IGNORED_FIELDS
 from quire.launch.http.serving.server import Server
 
@@ -35,4 +35,4 @@ async def count_message_tokens(server: Server, request: Request) -> Response:
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
     await server.find_adapter(parsed.chat.model)
     prompt, _ = await encode_conversation(server, parsed.chat, size)
-    return Response(msgspec.json.encode(TokenCount(len(prompt.token_ids))), media_type="application/json")
+    return json_response(TokenCount(len(prompt.token_ids)))

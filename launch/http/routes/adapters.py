@@ -12,7 +12,7 @@ from quire.launch.http.routes.admin import TIMEOUT_S
 from quire.launch.http.routes.models import adapter_card
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.schema.reading import read
-from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.body import json_response, read_json
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.sse import run_until_disconnect
 from quire.protocol.errors import InvalidRequest
@@ -49,7 +49,7 @@ async def load_adapter(server: Server, request: Request) -> Response:
         text = f"{shorten(body.lora_name)} is a name of the served model: choose another one"
         raise InvalidRequest(text, "lora_name")
     loaded = await _adapters(server).load(body.lora_name, body.lora_path, replace=body.load_inplace)
-    return Response(msgspec.json.encode(adapter_card(server, loaded)), media_type="application/json")
+    return json_response(adapter_card(server, loaded))
 
 
 async def unload_adapter(server: Server, request: Request) -> ASGIApp:

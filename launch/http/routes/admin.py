@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.launch.http.schema.errors import ApiError, shorten
-from quire.launch.http.serving.body import read_body
+from quire.launch.http.serving.body import json_response, read_body
 from quire.launch.http.serving.server import Server
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import PAUSE_MODES, Histogram, RequestState, Statistics, TenantState
@@ -85,12 +85,12 @@ async def pause(server: Server, request: Request) -> Response:
         raise InvalidRequest(f"mode must be wait, keep or abort (got {shorten(mode)})", "mode")
     for kind in CONTROLS_OF_MODE[mode]:
         statistics = await _control(server, kind)
-    return _json(_pause_state(server, statistics))
+    return json_response(_pause_state(server, statistics))
 
 
 async def resume(server: Server, request: Request) -> Response:
     await query_parameters(request)
-    return _json(_pause_state(server, await _control(server, "resume")))
+    return json_response(_pause_state(server, await _control(server, "resume")))
 
 
 async def reset_prefix_cache(server: Server, request: Request) -> Response:
@@ -101,7 +101,7 @@ async def reset_prefix_cache(server: Server, request: Request) -> Response:
     if not after.done:
         text = f"{after.num_running} requests hold KV blocks: pause with mode=wait, and retry when none is running"
         raise ApiError(409, text, None, "requests_running")
-    return _json(CacheReset(before.num_cached_blocks))
+    return json_response(CacheReset(before.num_cached_blocks))
 
 
 async def engine_state(server: Server, request: Request) -> Response:
@@ -130,7 +130,7 @@ async def engine_state(server: Server, request: Request) -> Response:
             "reply": _step_part(found.step_reply),
         },
     )
-    return _json(state)
+    return json_response(state)
 
 
 async def query_parameters(request: Request, *allowed: str) -> dict[str, str]:
@@ -194,7 +194,3 @@ def _step_part(times: Histogram | None) -> StepPart:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from quire.launch.fleet.orders import ALL, OrderRefused, check_order
 from quire.launch.http.routes.admin import TIMEOUT_S, query_parameters
 from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.serving.body import json_response
 from quire.launch.http.serving.server import FleetLink, Server
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.routing import EnginePlace
@@ -36,7 +37,7 @@ class EngineList(msgspec.Struct, frozen=True):
 
 async def list_engines(server: Server, request: Request) -> Response:
     await query_parameters(request)
-    return _json(await _list(_link(server)), 200)
+    return json_response(await _list(_link(server)), 200)
 
 
 def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
@@ -52,7 +53,7 @@ def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
         except OrderRefused as error:
             raise ApiError(409, str(error), None, "order_refused") from None
         link.order(order, engine)
-        return _json(entries, 202)
+        return json_response(entries, 202)
 
     return handle
 
@@ -102,7 +103,3 @@ def _entry(link: FleetLink, place: EnginePlace, found: Statistics | None) -> Eng
         running=found.num_running,
         waiting=found.num_waiting,
     )
-
-
-def _json(body: EngineList, status: int) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")

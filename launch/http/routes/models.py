@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quire.launch.adapters.names import NamedAdapter
 from quire.launch.http.schema.errors import ApiError, shorten
+from quire.launch.http.serving.body import json_response
 from quire.launch.http.serving.server import Server
 
 
@@ -34,7 +35,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 async def list_models(server: Server, request: Request) -> Response:
-    return _json(ModelList("list", await _cards(server)))
+    return json_response(ModelList("list", await _cards(server)))
 
 
 async def show_model(server: Server, request: Request) -> Response:
@@ -42,7 +43,7 @@ async def show_model(server: Server, request: Request) -> Response:
     card = next((each for each in await _cards(server) if each.id.rstrip("/") == name), None)
     if card is None:
         raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
-    return _json(card)
+    return json_response(card)
 
 
 async def _cards(server: Server) -> list[ModelCard]:
@@ -67,7 +68,3 @@ def adapter_card(server: Server, adapter: NamedAdapter) -> ModelCard:
         root=Path(adapter.path).name,
         parent=server.settings.served_model_names[0],
     )
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

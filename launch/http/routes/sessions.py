@@ -15,7 +15,7 @@ from quire.launch.http.routes.fork_peers import ask_peer
 from quire.launch.http.routes.session_peers import SessionQuestion
 from quire.launch.http.schema.bodies import SessionBody
 from quire.launch.http.schema.schema import CommonRequest
-from quire.launch.http.serving.body import parse_body, read_body
+from quire.launch.http.serving.body import json_response, parse_body, read_body
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.tracing import PARENT_HEADERS
@@ -68,7 +68,7 @@ def _object(server: Server, session_id: str, found: OpenSession, status: str | N
         tokens=found.num_tokens,
         timeout=server.sessions.timeout_s,
     )
-    return Response(msgspec.json.encode(shown), media_type="application/json")
+    return json_response(shown)
 
 
 async def read_piece(

@@ -13,7 +13,7 @@ from quire.launch.http.schema.reading import read
 from quire.launch.http.schema.schema import Parser
 from quire.launch.http.schema.tools import parse_tools
 from quire.launch.http.schema.unknown_fields import Ignored
-from quire.launch.http.serving.body import read_json
+from quire.launch.http.serving.body import json_response, read_json
 from quire.launch.http.serving.gate import IGNORED_FIELDS
 from quire.launch.http.serving.server import Server
 from quire.launch.text.chat_template import Message
@@ -50,8 +50,8 @@ async def tokenize(server: Server, request: Request) -> Response:
     parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
     await server.find_adapter(parsed.model)
     if isinstance(parsed.prompt, str):
-        return _json(await server.texts.run(size, lambda: _tokenized(server, parsed)))
-    return _json(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
+        return json_response(await server.texts.run(size, lambda: _tokenized(server, parsed)))
+    return json_response(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
@@ -62,7 +62,7 @@ async def detokenize(server: Server, request: Request) -> Response:
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
     text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
-    return _json(Detokenized(text))
+    return json_response(Detokenized(text))
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
@@ -118,7 +118,3 @@ def _parse_detokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) 
         text = f"tokens must hold at most {MAX_DETOKENIZED} token ids (got {len(body.tokens)})"
         raise InvalidRequest(text, "tokens")
     return model, check_token_ids(body.tokens, parser.limits.vocab_size, "tokens")
-
-
-def _json(body: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

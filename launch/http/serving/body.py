@@ -1,6 +1,6 @@
 """Reading and decoding request bodies: size and number of values are limited before anything is allocated for them.
 
-Long bodies are decoded in a thread, not on the event loop.
+Long bodies are decoded in a thread, not on the event loop. The bodies of short responses are written here, too.
 """
 
 import json
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.launch.http.schema.errors import ApiError, ClientDisconnected, shorten
 from quire.launch.http.serving.lanes import TextLanes
@@ -30,6 +31,10 @@ TOO_MANY_VALUES = (
 )
 
 T = TypeVar("T")
+
+
+def json_response(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 async def read_json(request: Request, texts: TextLanes, parse: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
