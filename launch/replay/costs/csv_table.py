@@ -10,11 +10,6 @@ from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_d
 from quire.protocol.errors import ConfigError
 
 
-def find_file(folder: Path, name: str) -> Path | None:
-    """Return the path of ``name`` in ``folder``, compressed or not, or None."""
-    return next((path for end in ("", ".gz", ".xz", ".zst") if (path := folder / (name + end)).is_file()), None)
-
-
 def read_text(path: Path) -> str:
     """Read a whole file, decompressed. Raises ConfigError if it cannot be read."""
     try:

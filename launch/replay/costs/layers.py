@@ -22,11 +22,12 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
-from quire.launch.replay.costs.csv_table import find_file, read_measured, read_points, read_text
+from quire.launch.replay.costs.csv_table import read_measured, read_points, read_text
 from quire.launch.replay.costs.grid import Curve, Grid
 from quire.launch.replay.costs.link import Link
 from quire.launch.replay.costs.models import find_model
 from quire.launch.replay.costs.sizes import expert_layers, num_experts_read
+from quire.launch.replay.recorded.decompress import find_file
 from quire.launch.replay.run.step_shape import StepShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES

@@ -15,6 +15,7 @@ import msgspec
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import AnswerLength, Faults, finish, read_lines, records
+from quire.launch.replay.recorded.decompress import find_file
 from quire.launch.replay.workload.workload import Call, Content, Workload
 from quire.protocol.errors import ConfigError
 
@@ -50,13 +51,8 @@ class _Meta(msgspec.Struct):
     kv_cache: _KVCache = msgspec.field(default_factory=_KVCache)
 
 
-def part_of(folder: Path, name: str) -> Path | None:
-    """Return a file of a run, compressed or not, or None."""
-    return next((path for end in ("", ".gz", ".xz", ".zst") if (path := folder / (name + end)).is_file()), None)
-
-
 def is_measured(folder: Path) -> bool:
-    return part_of(folder, REQUESTS) is not None and part_of(folder, SETTINGS) is not None
+    return find_file(folder, REQUESTS) is not None and find_file(folder, SETTINGS) is not None
 
 
 def load(path: Path, options: LoadOptions) -> Workload:
@@ -65,7 +61,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
     Raises:
         ConfigError: a missing file or a bad line.
     """
-    requests, meta_file = part_of(path, REQUESTS), part_of(path, SETTINGS)
+    requests, meta_file = find_file(path, REQUESTS), find_file(path, SETTINGS)
     if requests is None or meta_file is None:
         raise ConfigError(f"{path}: {REQUESTS if requests is None else SETTINGS} not found")
     faults = Faults(options.lenient)

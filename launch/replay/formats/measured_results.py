@@ -4,8 +4,8 @@ from pathlib import Path
 
 import msgspec
 
-from quire.launch.replay.formats.measured import part_of
 from quire.launch.replay.formats.read import Faults, records
+from quire.launch.replay.recorded.decompress import find_file
 from quire.launch.replay.run.run_record import RequestRun, RunRecord
 
 RESULTS = "requests.jsonl"
@@ -29,7 +29,7 @@ def measured_record(folder: Path) -> RunRecord | None:
     Raises:
         ConfigError: a bad line.
     """
-    path = part_of(folder, RESULTS)
+    path = find_file(folder, RESULTS)
     if path is None:
         return None
     lines = [line for _, line in records(path, _Line, Faults(False))]

@@ -27,6 +27,11 @@ DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)
 """Errors of reading a compressed file that is cut short or damaged."""
 
 
+def find_file(folder: Path, name: str) -> Path | None:
+    """Return the path of ``name`` in ``folder``, compressed or not, or None."""
+    return next((path for end in ("", ".gz", ".xz", ".zst") if (path := folder / (name + end)).is_file()), None)
+
+
 def open_decompressed(file: Path) -> IO[bytes]:
     """Open a file and decompress it. The first bytes determine the compression, not the name.
 
