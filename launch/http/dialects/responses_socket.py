@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from wsproto.frame_protocol import CloseReason
 
 from quire.launch.http.dialects.responses import create_response, generation, read_with_stored, store_response
 from quire.launch.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
@@ -16,8 +17,13 @@ from quire.launch.http.schema.errors import ApiError, ClientDisconnected, as_api
 from quire.launch.http.serving.access_log import AccessLog
 from quire.launch.http.serving.gate import TENANT
 from quire.launch.http.serving.server import Server
-from quire.launch.http.web_socket.connection import HANDSHAKE_HEADERS, WebSocket, check_handshake
-from quire.launch.http.web_socket.frames import CloseCode, Opcode, SocketClosed, frame
+from quire.launch.http.web_socket.connection import (
+    HANDSHAKE_HEADERS,
+    SocketClosed,
+    WebSocket,
+    check_handshake,
+    text_frame,
+)
 from quire.launch.sessions.open_session import OpenSession
 from quire.protocol.errors import InvalidRequest
 
@@ -67,7 +73,7 @@ class _Conversation:
         if self.socket.is_too_old:
             limit = "this connection has reached its age limit: open a new one"
             await self._send_error(ApiError(400, limit, None, "websocket_connection_limit_reached"))
-            raise SocketClosed(CloseCode.NORMAL, limit)
+            raise SocketClosed(CloseReason.NORMAL_CLOSURE, limit)
         # Each response has a line in the log, as over HTTP.
         scope = {**self._scope, "state": dict(self._scope["state"])}
         await AccessLog(partial(self._respond, message))(scope, _never, self._send)
@@ -84,7 +90,7 @@ class _Conversation:
         try:
             self._server.require_generation(scope["path"])
             parsed = await read_with_stored(self._server, self._tenant, message, self._parse, self)
-            transport = Transport(lambda kind, data: frame(Opcode.TEXT, data), error=self._failed)
+            transport = Transport(lambda kind, data: text_frame(data), error=self._failed)
             newest, session = self._newest, OpenSession(self._tenant, 0.0)
             so_far = newest[1] if newest is not None and newest[0] == self._previous else None
             store = self._store(parsed, session)
@@ -145,7 +151,7 @@ class _Conversation:
             await self.socket.send(message["body"])
 
     async def _send_error(self, error: ApiError) -> None:
-        await self.socket.send(frame(Opcode.TEXT, self._failed(error, 0)))
+        await self.socket.send(text_frame(self._failed(error, 0)))
 
 
 async def _never() -> Message:

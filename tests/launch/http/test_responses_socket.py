@@ -1,5 +1,7 @@
 """The Responses API over web sockets, on real connections over a fake engine."""
 
+import base64
+import hashlib
 import json
 import select
 import socket
@@ -11,10 +13,12 @@ import pytest
 from fake_engine import FakeEngine
 from front_end import FrontEnd, read_all, status_of
 from tokenizers import Tokenizer
-from web_sockets import CLOSE, PATH, PING, PONG, TEXT, SocketClient, client_frame, handshake
+from web_sockets import BINARY, CLOSE, KEY, PATH, PING, PONG, TEXT, SocketClient, client_frame, handshake
+from wsproto.frame_protocol import FrameProtocol
 
 from quire.launch.frontend.job import Job
-from quire.launch.http.web_socket.connection import MAX_PENDING
+from quire.launch.http.web_socket import connection
+from quire.launch.http.web_socket.connection import MAX_PENDING, text_frame
 from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import EndReason
@@ -22,6 +26,28 @@ from quire.protocol.wire.front_end_messages import EndReason
 REPLY = "one two three"
 KEYS = ("secret", "other")
 Connect = Callable[..., SocketClient]
+MANY = connection.FREE_FRAMES + 1
+BROKEN = {
+    "without a mask": (b"\x81\x01x", 1002, "unmasked"),
+    "compressed": (b"\xc1\x80" + bytes(4), 1002, "Reserved bit"),
+    "binary": (client_frame(BINARY, b"x")[:6], 1003, "messages must be text"),
+    "invalid text": (client_frame(TEXT, b"\xff"), 1007, "text must be valid UTF-8"),
+    "text cut inside a character": (client_frame(TEXT, "ü".encode()[:1]), 1007, "text must be valid UTF-8"),
+    "too large": (client_frame(TEXT, bytes(101))[:6], 1009, "a message must be at most"),
+    "too large in all": (
+        client_frame(TEXT, bytes(60), final=False) + client_frame(PING, b"") + client_frame(0, bytes(41))[:6],
+        1009,
+        "a message must be at most",
+    ),
+    "frames without data": (
+        client_frame(TEXT, b"", final=False) + client_frame(0, b"", final=False) * MANY,
+        1008,
+        "many",
+    ),
+    "pings without messages": (client_frame(PING, b"") * MANY, 1008, "too many frames"),
+    "close with a reserved code": (client_frame(CLOSE, (1006).to_bytes(2)), 1002, "reason"),
+}
+"""What a client sends, and the code and reason of the server. A frame cut to its head is refused before its data."""
 
 
 def _engine(tokenizer: Tokenizer) -> Any:
@@ -183,6 +209,27 @@ class TestTurns:
         assert client.frame() == (PONG, b"are you there")
         assert text_of(client.turn(input="hello")) == REPLY
 
+    def test_message_in_fragments(self, front_end: FrontEnd, connect: Connect, tokenizer: Tokenizer) -> None:
+        """The pieces end inside a character, and control frames lie between them."""
+        client = connect()
+        whole = json.dumps({"type": "response.create", "input": "größer"}, ensure_ascii=False).encode()
+        cut = whole.index("ö".encode()) + 1
+        client.send(client_frame(TEXT, whole[:cut], final=False) + client_frame(PING, b"1") + client_frame(PONG, b""))
+        assert client.frame() == (PONG, b"1")
+        last = client_frame(0, whole[cut:])
+        client.send(last[:8])
+        client.send(last[8:])
+        assert [client.event()["type"] for _ in range(2)] == ["response.created", "response.in_progress"]
+        assert "größer" in prompt(front_end, tokenizer)
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 2**16 - 1, 2**16])
+def test_sent_frame(size: int) -> None:
+    client = FrameProtocol(client=True, extensions=[])
+    client.receive_bytes(text_frame(b"x" * size))
+    (frame,) = client.received_frames()
+    assert (frame.payload, frame.message_finished) == ("x" * size, True)
+
 
 class TestFaults:
     @pytest.mark.parametrize(
@@ -232,23 +279,29 @@ class TestFaults:
         client.send(message * (MAX_PENDING + 1))
         assert client.close_code() == 1008
 
-    @pytest.mark.parametrize(
-        ("data", "code"), [(b"\x81\x01x", 1002), (client_frame(2, b"x"), 1003)], ids=["without a mask", "binary"]
-    )
-    def test_broken_frame_closes_the_connection(self, connect: Connect, data: bytes, code: int) -> None:
+    @pytest.mark.parametrize("case", BROKEN)
+    def test_broken_frame_closes_the_connection(
+        self, connect: Connect, monkeypatch: pytest.MonkeyPatch, case: str
+    ) -> None:
+        monkeypatch.setattr(connection, "MAX_MESSAGE_BYTES", 100)
         client = connect()
+        data, code, reason = BROKEN[case]
         client.send(data)
-        assert client.close_code() == code
+        while (received := client.frame())[0] == PONG:
+            pass
+        assert received[0] == CLOSE and int.from_bytes(received[1][:2]) == code
+        assert reason in received[1][2:].decode()
 
     def test_too_large_message_gets_its_reason_while_it_is_sent(self, connect: Connect) -> None:
         client = connect()
         client.send(b"\x81\xff" + (2**30).to_bytes(8) + bytes(4) + bytes(2**16))
         assert client.close_code() == 1009
 
-    def test_close_is_answered(self, connect: Connect) -> None:
+    @pytest.mark.parametrize(("sent", "code"), [((1001).to_bytes(2) + b"bye", 1001), (b"", 1000)])
+    def test_close_is_answered(self, connect: Connect, sent: bytes, code: int) -> None:
         client = connect()
-        client.send(client_frame(CLOSE, (1001).to_bytes(2)))
-        assert client.close_code() == 1001
+        client.send(client_frame(CLOSE, sent) + client_frame(TEXT, b"late"))
+        assert client.close_code() == code
 
     def test_client_that_leaves_aborts_its_response(self, tokenizer: Tokenizer, text_in: TextIn) -> None:
         engine = _engine(tokenizer)
@@ -333,6 +386,10 @@ class TestHandshake:
         early = handshake("authorization: Bearer secret") + client_frame(TEXT, b"{}")
         answer = front_end.ask(early)
         assert status_of(answer) == 400 and b"before it is accepted" in answer
+
+    def test_key_is_answered(self, connect: Connect) -> None:
+        digest = hashlib.sha1(f"{KEY}258EAFA5-E914-47DA-95CA-C5AB0DC85B11".encode()).digest()
+        assert b"sec-websocket-accept: " + base64.b64encode(digest) in connect().head
 
     def test_client_ids_are_returned(self, connect: Connect) -> None:
         assert b"x-request-id: mine" in connect("x-request-id: mine").head
