@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from quire.protocol.request.plain_schema import target
+
 _DEFINITIONS = ("$defs", "definitions")
 _MAPS = ("properties", "patternProperties")
 _LISTS = ("prefixItems", "items")
@@ -93,17 +95,3 @@ def _names_its_properties(node: Schema) -> bool:
     required, least = node.get("required", []), node.get("minProperties", 0)
     can_have = isinstance(required, list) and all(name in properties for name in required if isinstance(name, str))
     return can_have and isinstance(least, int | float) and least <= len(properties)
-
-
-def target(schema: Schema, reference: Any) -> Schema | None:
-    """Return the schema that a reference such as ``#/$defs/item`` names; None if there is none."""
-    if not isinstance(reference, str) or not reference.startswith("#"):
-        return None
-    node: Any = schema
-    for part in reference[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, list):
-            node = node[int(name)] if name.isdecimal() and int(name) < len(node) else None
-        else:
-            node = node.get(name) if isinstance(node, dict) else None
-    return node if isinstance(node, dict) else None

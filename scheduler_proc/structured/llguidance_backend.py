@@ -156,7 +156,8 @@ class LLGuidanceBackend:
         self._check_start(matcher, wanted)
         schema, make_unique = str(wanted.json), None
         if '"uniqueItems"' in schema:
-            make_unique = cache(lambda: UniqueItems(msgspec.json.decode(schema), self._texts))
+            written = plain_schema(schema, KNOWN_FORMATS, keeps_unique=True)
+            make_unique = cache(lambda: UniqueItems(msgspec.json.decode(written), self._texts))
         return LLGuidanceGrammar(matcher, self._eos, make_unique)
 
     @cached_property

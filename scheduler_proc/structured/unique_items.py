@@ -17,8 +17,8 @@ import llguidance
 import msgspec
 import numpy as np
 
+from quire.protocol.request.plain_schema import target
 from quire.scheduler_proc.structured.backend import Masks
-from quire.scheduler_proc.structured.closed_objects import target
 
 FEW_TOKENS = 64
 MAX_TRIED = 256
