@@ -143,7 +143,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     @property
     def uses_programs(self) -> bool:
         """Whether the scheduler must know which requests belong to one program."""
-        return self.scheduling_policy in ("program", "continuum") or self.eviction_policy == "value"
+        return self.scheduling_policy in ("program", "continuum")
 
     @property
     def digest(self) -> str:

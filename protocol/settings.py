@@ -240,14 +240,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "blocks are kept while a tool runs). See [agents](agents.md)",
         ),
     ] = "fcfs"
-    eviction_policy: Annotated[
-        Literal["lru", "value"],
-        Setting(
-            SCHEDULING,
-            "cached blocks that are evicted first: lru (the least recently used) or value (those that are least likely "
-            "to be used again, as learned from earlier requests). See [agents](agents.md#eviction)",
-        ),
-    ] = "lru"
     max_programs: Annotated[
         int,
         Setting(

@@ -106,7 +106,7 @@ def test_scheduling_code_is_pure() -> None:
     """They use no clock, socket, thread or file, and import none of the folders that use them."""
     callers = tuple(f"quire.scheduler_proc.{folder}" for folder in ("process", "structured", "trace"))
     for file in _files(
-        *(f"scheduler_proc/{folder}" for folder in ("core", "adapters", "costs", "requests", "kv", "eviction", "beams"))
+        *(f"scheduler_proc/{folder}" for folder in ("core", "adapters", "costs", "requests", "kv", "beams"))
     ):
         found = [name for name in _imports(file) if name.split(".")[0] in IMPURE or name.startswith(callers)]
         assert not found, f"{file.relative_to(ROOT)} imports {found}"

@@ -285,23 +285,6 @@ class ProgramCounts(msgspec.Struct, array_like=True, frozen=True):
     num_released: dict[str, int] = {}
 
 
-class EvictionShadow(msgspec.Struct, array_like=True, frozen=True):
-    """Hits that both eviction policies would have, on a sample of the contents.
-
-    Attributes:
-        num_looked_up: sampled contents of prompts.
-        num_lru_hits, num_value_hits: those that were found under each policy.
-        num_switches: changes of the policy that is used.
-        is_by_value: whether contents are evicted by value now, and otherwise by last use.
-    """
-
-    num_looked_up: int
-    num_lru_hits: int
-    num_value_hits: int
-    num_switches: int
-    is_by_value: bool
-
-
 class Statistics(Message, frozen=True, tag=22):
     """Counters since start and current gauges; answers a Control."""
 
@@ -370,9 +353,7 @@ class Statistics(Message, frozen=True, tag=22):
     """None without a policy that needs programs."""
 
     evictions_by_policy: dict[str, int] = {}
-    """Contents evicted by lru, by value, and although they were pinned; empty unless there are classes or pins."""
-    eviction_shadow: EvictionShadow | None = None
-    """Only with ``--eviction-policy value``."""
+    """Contents evicted by lru, and although they were pinned; empty unless there are pins."""
     num_pins: int = 0
     """Programs whose blocks are kept between two turns."""
     num_pinned_blocks: int = 0

@@ -7,7 +7,7 @@ events inside the scheduler process (scheduler_proc/requests/events.py); 19 was 
 
 import msgspec
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):

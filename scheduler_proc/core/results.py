@@ -376,8 +376,7 @@ class Results:
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            pin, turn_class = self._programs.pin_of(request, reason), self._programs.turn_class(request, reason)
-            self.kv.free(request, pin=pin, turn_class=turn_class)
+            self.kv.free(request, pin=self._programs.pin_of(request, reason))
         self._transfers.forget(request)
         self._forks.forget(request)
         self._beams.forget(request)

@@ -41,7 +41,6 @@ from quire.scheduler_proc.core.step import StepPlan, build_diff
 from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.costs.costs import Costs, CostState
-from quire.scheduler_proc.eviction.choice import make_eviction
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
@@ -100,7 +99,6 @@ class Scheduler:
         """
         check_drafts_fit(config)
         check_layout_fits(config, layout)
-        value, ranking = make_eviction(config, layout, num_blocks)
         self.kv = KVCacheManager(
             layout,
             num_blocks,
@@ -108,7 +106,7 @@ class Scheduler:
             watermark=config.watermark,
             max_step_tokens=config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
-            pool_class=partial(pool_class or pool_class_for(config), events=kv_events, ranking=ranking),
+            pool_class=partial(pool_class or pool_class_for(config), events=kv_events, has_pins=config.uses_programs),
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
@@ -127,7 +125,7 @@ class Scheduler:
         self.adapters = Adapters(config, self.table, self.steady_decode.clock, self.decisions.note)
         self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks, self.adapters)
         shared = self.kv, self.table.waiting, self.transfers.costs, self.steady_decode.clock, self.decisions.note
-        self.programs = make_programs(config, *shared, value)
+        self.programs = make_programs(config, *shared)
         side_work = self.transfers, self.forks, self.beams, self.adapters, self.programs
         self.planner = planner_class(
             config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
 from quire.scheduler_proc.kv.block_metrics import SAMPLE_MASK, BlockMetrics
-from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv.releases import Ranking, Releases
+from quire.scheduler_proc.kv.pinned_queue import PinnedFreeQueue
+from quire.scheduler_proc.kv.releases import Releases
 
 
 class BlockPool:
@@ -29,7 +29,7 @@ class BlockPool:
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
         by_tenant: whether the order of reuse depends on the tenants for which blocks were freed.
-        releases: with classes and pins, the releases in the free queue; otherwise None.
+        releases: with pins, the releases in the free queue; otherwise None.
     """
 
     by_tenant: ClassVar[bool] = False
@@ -40,12 +40,12 @@ class BlockPool:
         enable_caching: bool,
         events: KVEventRecorder | None = None,
         medium: str = "device",
-        ranking: Ranking | None = None,
+        has_pins: bool = False,
     ) -> None:
         """
         Args:
             num_blocks: includes the null block, which is block 0 and never allocated.
-            ranking: the order in which contents are evicted; None: by last use, and there are no pins.
+            has_pins: whether contents can be pinned; otherwise pins are ignored.
         """
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2, one of which is the null block (got {num_blocks})")
@@ -53,7 +53,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self.events, self.medium = events, medium
         self.now = 0.0
-        self.releases = None if ranking is None else Releases(num_blocks, ranking)
+        self.releases = Releases(num_blocks) if has_pins else None
         self.metrics = BlockMetrics(num_blocks)
         self.num_evicted_blocks = self.num_evictable_blocks = self.num_revived_blocks = self.num_changes = 0
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
@@ -66,8 +66,8 @@ class BlockPool:
         return self._make_line(self.blocks)
 
     def _make_line(self, blocks: Sequence[KVCacheBlock]) -> FreeKVCacheBlockQueue:
-        """Return a queue of blocks among which only use and rank decide."""
-        return FreeKVCacheBlockQueue(blocks) if self.releases is None else ClassedFreeQueue(blocks, self.releases)
+        """Return a queue of blocks among which only use and pins decide."""
+        return FreeKVCacheBlockQueue(blocks) if self.releases is None else PinnedFreeQueue(blocks, self.releases)
 
     def act_for(self, tenant: int) -> None:
         """Set the tenant of the request for which the next calls are made. Used only by FairBlockPool."""
@@ -80,13 +80,10 @@ class BlockPool:
         """Return the ``tenants`` argument of ``restore``; empty unless this is a FairBlockPool."""
         return []
 
-    def begin_release(self, turn_class: int, pin: int) -> None:
-        """Set the class, and the pin or 0, of the blocks that are freed until ``end_release``.
-
-        Without a ranking there are neither.
-        """
+    def begin_release(self, pin: int) -> None:
+        """Set the pin, or 0, of the blocks that are freed until ``end_release``."""
         if self.releases is not None:
-            self.releases.begin(turn_class, pin)
+            self.releases.begin(pin)
 
     def end_release(self) -> None:
         if self.releases is not None:
@@ -107,14 +104,14 @@ class BlockPool:
         return {} if self.releases is None else self.releases.pins
 
     def left_by_release(self) -> list[tuple[int, int, int]]:
-        """Return the ``releases`` argument of ``restore``; empty without a ranking. Orders are counted from 1."""
+        """Return the ``releases`` argument of ``restore``; empty without pins. Orders are counted from 1."""
         left = self._left()
         orders = {order: at for at, order in enumerate(sorted(order for order, _, _ in left if order), 1)}
         return [(orders.get(order, 0), pin, count) for order, pin, count in left]
 
     def _left(self) -> list[tuple[int, int, int]]:
         queue = self.free_block_queue
-        return queue.left() if isinstance(queue, ClassedFreeQueue) else []
+        return queue.left() if isinstance(queue, PinnedFreeQueue) else []
 
     @property
     def num_usable_blocks(self) -> int:
@@ -282,7 +279,7 @@ class BlockPool:
 
     def _forget_contents(self) -> None:
         """Let the free queue know that no block has a content."""
-        assert isinstance(self.free_block_queue, ClassedFreeQueue)
+        assert isinstance(self.free_block_queue, PinnedFreeQueue)
         self.free_block_queue.forget_contents()
 
     def contents(self) -> list[tuple[int, bytes]]:
@@ -340,7 +337,7 @@ class BlockPool:
         if tenants:
             raise ValueError(f"cannot restore {len(tenants)} tenants: this pool does not track tenants")
         queue = self.free_block_queue
-        if isinstance(queue, ClassedFreeQueue):
+        if isinstance(queue, PinnedFreeQueue):
             queue.restore(free, releases)
         else:
             queue.append_n(free)

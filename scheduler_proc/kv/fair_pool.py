@@ -8,8 +8,8 @@ from typing import Any
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.kv.pinned_queue import PinnedFreeQueue
 
 CHUNK = 16
 """Blocks that one tenant gives up before the tenants are compared again."""
@@ -154,7 +154,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
                 self._uncached.prepend_n((block,))
             else:
                 queue = self._queue_of(owner, used_at)
-                if isinstance(queue.blocks, ClassedFreeQueue) or self._owners.get(place[0].block_id) == owner:
+                if isinstance(queue.blocks, PinnedFreeQueue) or self._owners.get(place[0].block_id) == owner:
                     queue.blocks.put_back((block,), (place,))
                 else:
                     queue.blocks.prepend_n((block,))
@@ -173,12 +173,12 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
     def left(self) -> list[tuple[int, int, int]]:
         """Return what each tenant's queue has left, by tenant number."""
         lines = [queue.blocks for _, queue in sorted(self._queues.items())]
-        return [each for line in lines if isinstance(line, ClassedFreeQueue) for each in line.left()]
+        return [each for line in lines if isinstance(line, PinnedFreeQueue) for each in line.left()]
 
     def forget_contents(self) -> None:
         """Keep the order of all blocks, none of which has a content any more."""
         for queue in self._queues.values():
-            if isinstance(queue.blocks, ClassedFreeQueue):
+            if isinstance(queue.blocks, PinnedFreeQueue):
                 queue.blocks.forget_contents()
 
     def restore(
@@ -206,7 +206,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         for tenant, age, count in tenants:
             part, used_at = blocks[at : at + count], self.num_taken - age
             queue = self._own(tenant, part, used_at).blocks
-            if isinstance(queue, ClassedFreeQueue):
+            if isinstance(queue, PinnedFreeQueue):
                 queue.restore(part, _take(left, count))
             else:
                 queue.append_n(part)

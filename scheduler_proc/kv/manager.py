@@ -233,17 +233,16 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
-    def free(self, request: CacheRequest, *, pin: int = 0, turn_class: int = 0) -> None:
+    def free(self, request: CacheRequest, *, pin: int = 0) -> None:
         """Free all blocks of a request.
 
         Args:
             pin: number under which the contents that become free are pinned: they are evicted after all others. They
                 join those that it has already. 0 pins nothing.
-            turn_class: class of the request for the order of evictions; 0 if it has not ended.
         """
         self.pool.act_for(request.tenant)
         self.forks.forget(request.handle)
-        self.pool.begin_release(turn_class, pin)
+        self.pool.begin_release(pin)
         self.coordinator.free(request.handle)
         self.pool.end_release()
 

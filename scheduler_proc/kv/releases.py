@@ -1,4 +1,4 @@
-"""Releases: what requests have left in the free queue, by class and age, and the pins on it."""
+"""Releases: what requests have left in the free queue, by age, and the pins on it."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -16,18 +16,16 @@ class Freed:
 
     Attributes:
         order: number of the release; the oldest has the lowest.
-        at: time of the release, in seconds of ``Ranking.now``.
-        turn_class: class of the request, which gives it a rank; 0 if it has not ended.
         pin: number of the pin that keeps it, or 0.
         blocks: what is left of it, the last block of the sequence first.
         num_out: blocks that a copy holds, and that will return.
         line: the line in which it is.
     """
 
-    __slots__ = ("at", "blocks", "line", "num_out", "order", "pin", "turn_class")
+    __slots__ = ("blocks", "line", "num_out", "order", "pin")
 
-    def __init__(self, order: int, at: float, turn_class: int, pin: int) -> None:
-        self.order, self.at, self.turn_class, self.pin = order, at, turn_class, pin
+    def __init__(self, order: int, pin: int) -> None:
+        self.order, self.pin = order, pin
         self.blocks = FreeKVCacheBlockQueue(())
         self.num_out = 0
         self.line: Line | None = None
@@ -41,53 +39,19 @@ class Listing(Protocol):
         ...
 
 
-class Ranking(Protocol):
-    """The order in which contents are evicted. Within a class the oldest must have the lowest rank.
-
-    Attributes:
-        now: seconds of the last event ``Clock``.
-        policy: name of the order, for ``Releases.num_evicted``.
-        version: another number after each change of ranks.
-        num_classes: number of classes, 0 included.
-    """
-
-    @property
-    def now(self) -> float: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def version(self) -> int: ...
-    @property
-    def num_classes(self) -> int: ...
-
-    def rank(self, freed: Freed) -> float:
-        """Return the rank; the content with the lowest is evicted first."""
-        ...
-
-
-class RecentUse:
-    """One class: what was used longest ago is evicted first."""
-
-    now, policy, version, num_classes = 0.0, "lru", 0, 1
-
-    def rank(self, freed: Freed) -> float:
-        return freed.order
-
-
 class Releases:
     """What all queues of one pool share: the releases, their pins, and the release of each free cached block.
 
     Attributes:
         of_block: by block id; valid while the block is free and has a content.
-        num_evicted: contents that were evicted, by policy; ``pinned`` for those that were pinned.
-        turn_class, pin: those of the blocks that are released next.
+        num_evicted: contents that were evicted: ``lru`` by last use, ``pinned`` although they were pinned.
+        pin: that of the blocks that are released next, or 0.
     """
 
-    def __init__(self, num_blocks: int, ranking: Ranking) -> None:
-        self.ranking = ranking
+    def __init__(self, num_blocks: int) -> None:
         self.num_evicted: Counter[str] = Counter()
         self.of_block: list[Freed | None] = [None] * num_blocks
-        self.turn_class = self.pin = 0
+        self.pin = 0
         self._pins: dict[int, list[Freed]] = {}
         self._is_open = False
         self._current: Freed | None = None
@@ -99,26 +63,25 @@ class Releases:
         counts = {pin: sum(freed.blocks.num_free_blocks for freed in kept) for pin, kept in self._pins.items()}
         return {pin: count for pin, count in counts.items() if count}
 
-    def begin(self, turn_class: int, pin: int) -> None:
+    def begin(self, pin: int) -> None:
         """Begin a release, to which all blocks belong that are freed before ``end``."""
-        self.turn_class, self.pin, self._is_open = turn_class, pin, True
+        self.pin, self._is_open = pin, True
 
     def end(self) -> None:
-        self.turn_class = self.pin = 0
-        self._is_open, self._current = False, None
+        self.pin, self._is_open, self._current = 0, False, None
 
     def take(self) -> Freed:
         """Return the release to which blocks that are freed now belong."""
         freed = self._current
         if freed is None:
-            freed = self.add(self._last + 1, self.turn_class, self.pin)
+            freed = self.add(self._last + 1, self.pin)
             if self._is_open:
                 self._current = freed
         return freed
 
-    def add(self, order: int, turn_class: int, pin: int) -> Freed:
+    def add(self, order: int, pin: int) -> Freed:
         """Return a new release without blocks."""
-        freed = Freed(order, self.ranking.now, turn_class, pin)
+        freed = Freed(order, pin)
         self._last = max(self._last, order)
         if pin:
             self._pins.setdefault(pin, []).append(freed)

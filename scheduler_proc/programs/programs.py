@@ -8,8 +8,6 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReason, ProgramCounts, Statistics
 from quire.scheduler_proc.costs.costs import Costs
-from quire.scheduler_proc.eviction.turns import CUT, LAST, NOT_ENDED, Turn
-from quire.scheduler_proc.eviction.value import ValueEviction
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.programs.limit import Cache, LimitState, ProgramLimit, Queue
 from quire.scheduler_proc.programs.match import Matcher, TrailState
@@ -59,9 +57,8 @@ def make_programs(
     costs: Costs,
     clock: StepClock,
     note: Callable[[Decision], None],
-    value: ValueEviction | None,
 ) -> "Programs":
-    """Return the programs with what the policy of ``config`` needs. ``value``: see ``Programs``.
+    """Return the programs with what the policy of ``config`` needs.
 
     Raises:
         ConfigError: the policy does not fit the other settings.
@@ -69,7 +66,7 @@ def make_programs(
     limit = None
     if config.scheduling_policy == "program":
         limit = ProgramLimit(kv, waiting, kv.pool.num_usable_blocks, config, clock, note)
-    return Programs(config, Pins(config, kv, costs, clock, note), kv, value, limit)
+    return Programs(config, Pins(config, kv, costs, clock, note), kv, limit)
 
 
 class JobEnded(Exception):
@@ -94,16 +91,13 @@ class Programs:
         config: EngineConfig,
         pins: Pins,
         cache: Cache,
-        value: ValueEviction | None = None,
         limit: ProgramLimit | None = None,
     ) -> None:
         """
         Args:
             cache: the blocks that are pinned.
-            value: what learns from turns which contents to evict, or None.
             limit: what decides which programs are admitted, or None.
         """
-        self._value = value
         self._cache = cache
         self.limit = limit
         self.is_enabled = config.uses_programs
@@ -120,8 +114,6 @@ class Programs:
     def clock(self, now: float) -> None:
         """Set the time. It never goes back."""
         self.now = max(self.now, now)
-        if self._value is not None:
-            self._value.clock(self.now)
         if self.limit is not None:
             self.limit.clock(self.now)
         self.pins.clock(self.now)
@@ -161,9 +153,6 @@ class Programs:
             hint: how its client named the job, one of HINTS.
         """
         program = request.program
-        if self._value is not None:
-            called_tool = program is not None and program.tool != ""
-            self._value.arrived(request.handle, request.block_hashes, called_tool=called_tool)
         if self.limit is not None:
             self.limit.waits(request, self.now)
         if program is None:
@@ -220,8 +209,6 @@ class Programs:
 
     def ended(self, request: Request) -> None:
         """Note that a request has ended."""
-        if self._value is not None:
-            self._value.forget(request.handle)
         if self.limit is not None:
             self.limit.forget(request)
         program = request.program
@@ -256,19 +243,6 @@ class Programs:
         """Return how many free blocks a waiting request must leave to the contents of admitted programs."""
         return 0 if self.limit is None else self.limit.protected_blocks(request)
 
-    def turn_class(self, request: Request, reason: EndReason) -> int:
-        """Return the class of a request that ends now, for the order of evictions; 0 without eviction by value."""
-        if self._value is None:
-            return NOT_ENDED
-        program, fixed = request.program, NOT_ENDED
-        if reason not in (EndReason.STOPPED, EndReason.LENGTH):
-            fixed = CUT
-        elif program is not None and program.has_ended:
-            fixed = LAST
-        number = 0 if program is None else program.num_turns + 1
-        turn = Turn(number, request.num_prompt_tokens, 0, request.num_output_tokens)
-        return self._value.ended(request.handle, request.block_hashes, turn, fixed)
-
     def add_to(self, statistics: Statistics) -> Statistics:
         """Return ``statistics`` with the counts of programs."""
         if not self.is_enabled:
@@ -281,8 +255,7 @@ class Programs:
                 num_waiting=limit.num_waiting,
                 num_released=dict(limit.num_released),
             )
-        statistics = self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
-        return statistics if self._value is None else self._value.add_to(statistics)
+        return self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
 
     def calls_tool(self, client: int, request_id: str, tool: str) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""

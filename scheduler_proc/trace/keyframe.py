@@ -4,7 +4,6 @@ import msgspec
 import numpy as np
 
 from quire.protocol.block_hash import SHORT_HASH_BYTES
-from quire.protocol.config import EngineConfig
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
@@ -69,7 +68,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything that affects later decisions while there are no requests and no steps in flight.
 
     Statistics counters are not included. With speculative decoding no keyframe exists, because the draft policy
-    learns from results; nor with eviction by value, which learns from all requests so far.
+    learns from results.
 
     Attributes:
         step: the last step decided.
@@ -81,7 +80,7 @@ class IdleState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         free_blocks: all blocks but the null block, in reuse order.
         cached: (block, key) of each cached content; blocks with equal keys in lookup order.
         tenants: owners of the last free blocks in a fairly shared pool; see ``FairFreeQueue.tenants``.
-        releases: with pins, the releases of the last free blocks; see ``ClassedFreeQueue.left``.
+        releases: with pins, the releases of the last free blocks; see ``PinnedFreeQueue.left``.
         tiers: the tiers behind the device; None without any.
         adapters: None without LoRA adapters.
         programs: the known programs; None if no policy needs them.
@@ -112,7 +111,7 @@ _decoder = msgspec.msgpack.Decoder(IdleState)
 
 def idle_state(scheduler: Scheduler) -> IdleState | None:
     """Return the state; None when requests exist, a step is in flight, or a policy learns too much. O(blocks)."""
-    if not scheduler.is_idle or _learns(scheduler.config):
+    if not scheduler.is_idle or scheduler.config.num_speculative_tokens:
         return None
     removed, retired = scheduler.table.ended_handles
     pool = scheduler.kv.pool
@@ -134,10 +133,6 @@ def idle_state(scheduler: Scheduler) -> IdleState | None:
         programs=scheduler.programs.state if scheduler.programs.is_enabled else None,
         last_number=scheduler.table.last_number if scheduler.programs.is_enabled else 0,
     )
-
-
-def _learns(config: EngineConfig) -> bool:
-    return config.num_speculative_tokens > 0 or config.eviction_policy == "value"
 
 
 def _adapters_state(scheduler: Scheduler) -> AdaptersState:
@@ -184,9 +179,9 @@ def restore(scheduler: Scheduler, state: IdleState) -> None:
         )
     if not config.max_num_seqs <= state.max_num_batched_tokens <= config.max_num_batched_tokens:
         raise ValueError(f"invalid keyframe: max_num_batched_tokens is {state.max_num_batched_tokens}")
-    if state.pause not in PAUSES or _learns(config):
-        learning = f"{config.num_speculative_tokens} draft tokens and eviction by {config.eviction_policy}"
-        raise ValueError(f"invalid keyframe: pause {state.pause!r} with {learning}")
+    if state.pause not in PAUSES or config.num_speculative_tokens:
+        drafts = f"{config.num_speculative_tokens} draft tokens"
+        raise ValueError(f"invalid keyframe: pause {state.pause!r} with {drafts}")
     scheduler.config = msgspec.structs.replace(config, max_num_batched_tokens=state.max_num_batched_tokens)
     scheduler.pause = state.pause
     scheduler.results.stale_until = state.stale_until

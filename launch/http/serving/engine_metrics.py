@@ -238,7 +238,10 @@ class EngineCollector(Collector):
         if current.tiers:
             text = "Number of requests that loaded what tiers had of their prefix, computed it, or split it."
             yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
-        yield from _eviction_metrics(names, current)
+        if current.evictions_by_policy:
+            text = "Number of cached blocks evicted, by last use (lru), or although they were pinned."
+            by_policy = current.evictions_by_policy
+            yield names.by_label(CounterMetricFamily, "num_evicted_blocks_by_policy", text, "policy", by_policy)
         if current.pins_ended:
             yield from _pin_metrics(names, current)
         if current.adapters_by_place:
@@ -252,25 +255,6 @@ class EngineCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []
-
-
-def _eviction_metrics(names: MetricNames, current: Statistics) -> Iterator[Metric]:
-    """Yield the metrics of a pool with classes or pins, and of the shadow of eviction by value."""
-    if current.evictions_by_policy:
-        text = "Number of cached blocks evicted, by the policy that chose them, or although they were pinned."
-        by_policy = current.evictions_by_policy
-        yield names.by_label(CounterMetricFamily, "num_evicted_blocks_by_policy", text, "policy", by_policy)
-    if (shadow := current.eviction_shadow) is None:
-        return
-    text = "Number of sampled blocks that were looked up for both eviction policies."
-    yield names.counter("eviction_shadow_lookups", text, shadow.num_looked_up)
-    hits = {"lru": shadow.num_lru_hits, "value": shadow.num_value_hits}
-    text = "Number of sampled blocks that each eviction policy would have found."
-    yield names.by_label(CounterMetricFamily, "eviction_shadow_hits", text, "policy", hits)
-    yield names.gauge(
-        "eviction_by_value", "Whether blocks are evicted by value now, not by last use.", shadow.is_by_value
-    )
-    yield names.counter("num_eviction_switches", "Number of changes of the eviction policy.", shadow.num_switches)
 
 
 def _program_metrics(names: MetricNames, programs: ProgramCounts) -> Iterator[Metric]:

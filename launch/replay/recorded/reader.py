@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
@@ -39,6 +39,7 @@ class _First(msgspec.Struct):
     kind: str = ""
     format: str = ""
     version: int = -1
+    config: Any = None
 
 
 class TraceReader:
@@ -161,7 +162,7 @@ def read_header(file: Path) -> Header:
     """Return the header of ``file``, converted to the current version of the format.
 
     Raises:
-        ConfigError: ``file`` is not a Quire trace, or its version is not supported.
+        ConfigError: ``file`` is not a Quire trace, or its version or its engine's eviction policy is not supported.
     """
     raw, first = _first_line(file)
     if first.kind != "header" or first.format != lines.FORMAT:
@@ -170,6 +171,11 @@ def read_header(file: Path) -> Header:
     if first.version not in (version_1.VERSION, lines.VERSION):
         raise ConfigError(
             f"{file} has version {first.version} of the trace format; this Quire reads versions 1 to {lines.VERSION}"
+        )
+    if isinstance(first.config, dict) and first.config.get("eviction_policy") == "value":
+        raise ConfigError(
+            f"{file} was recorded with --eviction-policy value, which was removed on 2026-11-28 (docs/log.md): only a "
+            "Quire from before that day replays it"
         )
     try:
         header = lines.decode_line(version_1.upgrade(raw) if first.version == version_1.VERSION else raw)

@@ -54,7 +54,6 @@ def summary(record: RunRecord) -> dict[str, Any]:
         "recomputed_tokens": sum(run.num_recomputed_tokens for run in runs) if inside else None,
         "evicted_blocks": record.num_evicted_blocks if inside else None,
         "evicted_by_policy": dict(record.evictions_by_policy),
-        "eviction_shadow": dict(record.eviction_shadow),
         "tiers": {name: {"hit_tokens": None} | tier for name, tier in record.tiers.items()},
         "pins": dict(record.pins),
         "program_limit": dict(record.program_limit),
@@ -199,7 +198,6 @@ def _totals(found: Mapping[str, Any]) -> list[tuple[str, float | str | None]]:
         *_conversations(found),
         *((f"programs released, {why}", n) for why, n in found["program_limit"].get("released", {}).items()),
         *((f"blocks evicted, {policy}", count) for policy, count in found["evicted_by_policy"].items()),
-        *_shadow(found["eviction_shadow"]),
         ("requests/s", throughput["requests_per_s"]),
         ("output tokens/s", throughput["output_tokens_per_s"]),
         ("duration of the run, s", found["virtual_s"]),
@@ -257,16 +255,6 @@ def _program_totals(programs: Mapping[str, int] | None) -> list[tuple[str, str]]
         for words, key in kinds.items()
         if programs is not None and programs[f"{key}turns"]
     ]
-
-
-def _shadow(shadow: Mapping[str, int]) -> list[tuple[str, float | str | None]]:
-    """Return the rows of the guard of eviction by value, if there is one."""
-    if not shadow:
-        return []
-    looked_up = max(shadow["num_looked_up"], 1)
-    rates = {name: shadow[f"num_{name}_hits"] / looked_up for name in ("lru", "value")}
-    rows = [(f"hits in the shadow, {name}", f"{rate:.2%}") for name, rate in rates.items()]
-    return [*rows, ("changes of the eviction policy", shadow["num_switches"])]
 
 
 def _rejections(record: RunRecord) -> dict[str, int]:

@@ -202,8 +202,6 @@ class RunCollector:
         statistics = self._scheduler.statistics()
         for policy, count in statistics.evictions_by_policy.items():
             self.record.evictions_by_policy[policy] = self.record.evictions_by_policy.get(policy, 0) + count
-        if statistics.eviction_shadow is not None:
-            self.record.eviction_shadow = msgspec.structs.asdict(statistics.eviction_shadow)
         for state in self._scheduler.transfers.tiers():
             counts = msgspec.structs.asdict(state)
             tier = self.record.tiers.setdefault(counts.pop("name"), {})

@@ -15,7 +15,7 @@ def merge_engines(record: RunRecord, engines: Sequence[RunRecord], choices: Mapp
     """
     record.requests = sorted((run for each in engines for run in each.requests), key=lambda run: run.arrival)
     _merge_steps(record, engines)
-    for name in ("preemptions_by_reason", "evictions_by_policy", "eviction_shadow"):
+    for name in ("preemptions_by_reason", "evictions_by_policy"):
         setattr(record, name, _sum(getattr(each, name) for each in engines))
     record.num_evicted_blocks = sum(each.num_evicted_blocks for each in engines)
     for name in engines[0].tiers:

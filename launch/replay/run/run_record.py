@@ -87,7 +87,6 @@ class RunRecord:
         tiers: by name, the figures of the tiers of the prefix cache beyond the device, as in TierState. Simulations add
             ``hit_tokens``: the tokens of loads that were answered in time.
         evictions_by_policy: as in Statistics.
-        eviction_shadow: as in EvictionShadow; empty without eviction by value.
         pins: how blocks were kept while tools ran: ``ended`` (number by reason), ``seconds`` (the last choice by tool)
             and ``failures``; empty if the policy keeps none.
         program_limit: programs that are ``admitted`` at the end, and the number ``released`` by reason; empty with
@@ -110,7 +109,6 @@ class RunRecord:
     num_evicted_blocks: int = 0
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     evictions_by_policy: dict[str, int] = field(default_factory=dict)
-    eviction_shadow: dict[str, int] = field(default_factory=dict)
     pins: dict[str, Any] = field(default_factory=dict)
     program_limit: dict[str, Any] = field(default_factory=dict)
     virtual_s: float = 0.0

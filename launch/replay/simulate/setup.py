@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from quire.launch.config.engine_config import make_engine_config
-from quire.launch.config.foreign_names import FOREIGN_NAMES
+from quire.launch.config.foreign_names import FOREIGN_NAMES, NO_EQUIVALENT
 from quire.launch.config.options import EngineOptions
 from quire.launch.measure.shapes import SHAPES
 from quire.launch.replay.core.policies import QUIRE, Policies, Routing, find_preset
@@ -224,6 +224,7 @@ def _check_key(name: str, types: Mapping[str, Any]) -> None:
     if name not in types:
         foreign = FOREIGN_NAMES.get(name, "").removeprefix("--").replace("-", "_")
         near = f"; did you mean {foreign}?" if foreign in types else did_you_mean(name, types)
+        near = f"; {NO_EQUIVALENT[name]}" if name in NO_EQUIVALENT else near
         raise ConfigError(f"--set {name}: unknown key{near or '; known: ' + ', '.join(types)}")
 
 

@@ -3,7 +3,6 @@
 from quire.launch.frontend.merge import MAX_REQUESTS, merge_statistics
 from quire.protocol.wire.front_end_messages import (
     AdapterCounts,
-    EvictionShadow,
     Histogram,
     ProgramCounts,
     RequestState,
@@ -23,7 +22,6 @@ def test_counts_are_added_and_sizes_are_not() -> None:
         tiers=[TierState("host", 8, 4, is_stopped=True)],
         adapters=[AdapterCounts("sql", "active", 1, 0), AdapterCounts("sql", "host", 5, 0)],
         programs=ProgramCounts(3, {"new": 3}),
-        eviction_shadow=EvictionShadow(10, 4, 6, 1, is_by_value=False),
         pin_seconds={"bash": 2.0},
         tenants=[TenantState(1, 1, 0, 4)],
         tenant_service=[(1, 100), (2, 5)],
@@ -49,7 +47,6 @@ def test_counts_are_added_and_sizes_are_not() -> None:
     assert both.tiers == [TierState("host", 16, 5, is_stopped=True), TierState("disk", 4, 0)]
     assert both.adapters == [AdapterCounts("sql", "active", 3, 1), AdapterCounts("sql", "host", 5, 0)]
     assert both.programs == ProgramCounts(4, {"new": 4, "prefix": 2})
-    assert both.eviction_shadow == one.eviction_shadow
     assert both.pin_seconds == {"bash": 2.0, "none": 3.0}
     assert both.tenants == [TenantState(1, 1, 2, 5), TenantState(2, 1, 0, 1)]
     assert both.tenant_service == [(1, 101), (2, 5)]

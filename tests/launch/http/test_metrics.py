@@ -228,9 +228,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 def test_evictions_by_policy() -> None:
     found = scrape(Metrics("tiny"), FullEngine())
-    assert found['quire:num_evicted_blocks_by_policy_total{policy="value"}'] == 4
-    assert found['quire:eviction_shadow_hits_total{policy="lru"}'] == 4
-    assert found["quire:eviction_shadow_lookups_total"] == 10 and found["quire:eviction_by_value"] == 1
+    assert found['quire:num_evicted_blocks_by_policy_total{policy="pinned"}'] == 4
 
 
 class TwoEngines(EndlessEngine):

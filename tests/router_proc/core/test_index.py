@@ -82,7 +82,7 @@ def test_finds_prefixes_of_long_prompts(length: int, ends: list[int]) -> None:
 @settings(max_examples=40)
 @given(st.integers(1, 300), st.lists(st.tuples(st.integers(0, 300), st.integers(1, 300)), max_size=6))
 def test_a_hole_ends_a_prefix_or_stays_unnoticed(length: int, holes: list[tuple[int, int]]) -> None:
-    """Eviction by value leaves holes. The result is at least the true prefix, and ends before a missing block."""
+    """Pins leave holes. The result is at least the true prefix, and ends before a missing block."""
     hashes = [number.to_bytes(8, "little") for number in range(1, length + 1)]
     index, present = BlockIndex(), {engine: set(range(length)) for engine in ENGINES}
     index.stored(ENGINES[0], hashes, "device")

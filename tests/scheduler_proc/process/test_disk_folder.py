@@ -255,7 +255,7 @@ OTHERS = """
     logits_processors_exclude logprobs_mode long_prefill_token_threshold max_cpu_loras max_lora_rank max_loras
     max_model_len max_num_batched_tokens
     max_num_queued_reqs max_num_seqs max_prefill_share model_path num_blocks_override num_speculative_tokens
-    eviction_policy max_programs priority_range reserve_full_sequence sampling_defaults scheduling_policy seed
+    max_programs priority_range reserve_full_sequence sampling_defaults scheduling_policy seed
     speculative ssd_cache_bytes ssd_cache_dir structured_outputs_backend thinking_end_token_ids
     thinking_start_token_ids trace trace_max_bytes trace_prompts watermark
 """

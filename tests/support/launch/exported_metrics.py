@@ -12,7 +12,6 @@ from quire.protocol.process.router_figures import RouterFigures, write_router_fi
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import (
     AdapterCounts,
-    EvictionShadow,
     Histogram,
     RequestState,
     Statistics,
@@ -49,8 +48,7 @@ class FullEngine(EndlessEngine):
             adapters_by_place={"active": 1, "host": 1, "absent": 1},
             num_adapters_loaded=5,
             adapter_load_seconds=0.5,
-            evictions_by_policy={"lru": 3, "value": 4},
-            eviction_shadow=EvictionShadow(10, 4, 6, 1, is_by_value=True),
+            evictions_by_policy={"lru": 3, "pinned": 4},
             num_pins=2,
             num_pinned_blocks=9,
             pins_ended={"return": 3},

@@ -21,7 +21,7 @@ BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256
 
 
 @cache
-def simulated_run(num_blocks: int = NUM_BLOCKS, eviction_policy: Literal["lru", "value"] = "lru") -> RunRecord:
+def simulated_run(num_blocks: int = NUM_BLOCKS, scheduling_policy: Literal["fcfs", "continuum"] = "fcfs") -> RunRecord:
     """Sixty calls of twelve conversations in a pool that is too small: some are preempted and one is rejected. Tests
     share it and must not change it."""
     rng = np.random.default_rng(7)
@@ -40,7 +40,7 @@ def simulated_run(num_blocks: int = NUM_BLOCKS, eviction_policy: Literal["lru", 
         block_size=BLOCK_SIZE,
         max_model_len=8192,
         max_num_batched_tokens=BUDGET,
-        eviction_policy=eviction_policy,
+        scheduling_policy=scheduling_policy,
     )
     record = RunRecord(
         title=f"Small pool of {num_blocks} blocks",

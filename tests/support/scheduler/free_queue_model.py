@@ -1,4 +1,4 @@
-"""A naive model of a pool with classes and pins, and random sequences of operations on both."""
+"""A naive model of a pool with pins, and random sequences of operations on both."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,21 +6,6 @@ from typing import Any
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.releases import Freed
-
-NUM_CLASSES = 3
-
-
-class ByClass:
-    """Ranks that change with each version: one class after the other, and the oldest content first within a class."""
-
-    num_classes, policy = NUM_CLASSES, "by class"
-
-    def __init__(self) -> None:
-        self.now, self.version = 0.0, 0
-
-    def rank(self, freed: Freed) -> float:
-        return (freed.turn_class + self.version) % NUM_CLASSES
 
 
 @dataclass(eq=False)
@@ -28,7 +13,6 @@ class Release:
     """What one release has left: ids of blocks, the next to be evicted first."""
 
     order: int
-    turn_class: int
     pin: int
     blocks: list[int] = field(default_factory=list)
 
@@ -41,10 +25,9 @@ class Model:
         self.releases: list[Release] = []
         self.out: dict[int, Release] = {}
 
-    def order(self, version: int) -> list[int]:
+    def order(self) -> list[int]:
         """Return all free blocks in the order of their reuse."""
         kept = [each for each in self.releases if not each.pin]
-        kept.sort(key=lambda each: ((each.turn_class + version) % NUM_CLASSES, each.order))
         kept += sorted((each for each in self.releases if each.pin), key=lambda each: (-each.pin, each.order))
         return self.uncached + [block for each in kept for block in each.blocks]
 
@@ -66,8 +49,7 @@ class Case:
 
     def __init__(self, draw: Callable[[int, int], int], make: Callable[..., BlockPool] = BlockPool) -> None:
         self.draw = draw
-        self.ranking = ByClass()
-        self.pool = make(draw(4, 24), True, ranking=self.ranking)
+        self.pool = make(draw(4, 24), True, has_pins=True)
         self.model = Model(self.pool.num_blocks)
         self.held: list[list[KVCacheBlock]] = []
         self.copies: list[tuple[list[KVCacheBlock], Any, list[tuple[int, int | None, Release]]]] = []
@@ -75,18 +57,18 @@ class Case:
 
     def check(self) -> None:
         self.pool.check([*self.held, *(blocks for blocks, _, _ in self.copies)])
-        assert [b.block_id for b in self.pool.free_block_queue.blocks()] == self.model.order(self.ranking.version)
+        assert [b.block_id for b in self.pool.free_block_queue.blocks()] == self.model.order()
         assert self.pool.pins == self.model.pins()
-        assert self.pool.num_free_blocks == len(self.model.order(0)), "pinned blocks can be allocated"
+        assert self.pool.num_free_blocks == len(self.model.order()), "pinned blocks can be allocated"
 
     def step(self) -> None:
-        kinds = ["allocate", "free", "hit"] * 2 + ["free", "unpin", "invalidate", "copy", "end_copy", "clock", "drop"]
+        kinds = ["allocate", "free", "hit"] * 2 + ["free", "unpin", "invalidate", "copy", "end_copy", "drop"]
         getattr(self, kinds[self.draw(0, len(kinds) - 1)])()
         self.check()
 
     def allocate(self) -> None:
         count = self.draw(0, self.pool.num_free_blocks)
-        expected = self.model.order(self.ranking.version)[:count]
+        expected = self.model.order()[:count]
         taken = self.pool.get_new_blocks(count)
         assert [block.block_id for block in taken] == expected
         for block in taken:
@@ -100,9 +82,9 @@ class Case:
         if not self.held:
             return
         blocks = self.held.pop(self.draw(0, len(self.held) - 1))
-        release = Release(len(self.model.releases) + 1, self.draw(0, NUM_CLASSES - 1), max(self.draw(-3, 2), 0))
+        release = Release(len(self.model.releases) + 1, max(self.draw(-3, 2), 0))
         ended = [block for block in reversed(blocks) if block.ref_cnt == 1]
-        self.pool.begin_release(release.turn_class, release.pin)
+        self.pool.begin_release(release.pin)
         self.pool.free_blocks(reversed(blocks))
         self.pool.end_release()
         release.blocks = [block.block_id for block in ended if block.block_hash is not None]
@@ -158,13 +140,10 @@ class Case:
                 at = release.blocks.index(before) + 1 if before in release.blocks else 0
                 release.blocks.insert(at, number)
 
-    def clock(self) -> None:
-        self.ranking.version += 1
-
     def drop(self) -> None:
         if self.draw(0, 3):
             return
-        order = self.model.order(self.ranking.version)
+        order = self.model.order()
         self.pool.drop_contents()
         self.model.uncached = order
         for release in self.model.releases:

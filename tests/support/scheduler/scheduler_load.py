@@ -113,8 +113,7 @@ def adapter_settings(rng: random.Random) -> dict[str, Any]:
 
 def program_settings(rng: random.Random) -> dict[str, Any]:
     """Return arguments of a Driver with a policy that needs programs."""
-    policy, eviction = rng.choice((("program", "lru"), ("continuum", "lru"), ("fcfs", "value"), ("program", "value")))
-    return {"scheduling_policy": policy, "eviction_policy": eviction, "enable_prefix_caching": True}
+    return {"scheduling_policy": rng.choice(("program", "continuum")), "enable_prefix_caching": True}
 
 
 def pooling_settings(rng: random.Random) -> dict[str, Any]:

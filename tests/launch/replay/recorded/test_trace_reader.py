@@ -161,6 +161,20 @@ def test_rejects_files_that_are_no_trace(tmp_path: Path, data: bytes, text: str,
     assert str(path) in str(caught.value)
 
 
+def test_names_the_removed_eviction_policy(tmp_path: Path) -> None:
+    raw = raw_lines()
+    fields = msgspec.json.decode(raw[0])
+    del fields["crc"]
+    for policy in ("lru", "value"):
+        fields["config"]["eviction_policy"] = policy
+        path = written(tmp_path, joined([msgspec.json.encode(fields), *raw[1:]]), policy)
+        if policy == "lru":
+            assert replay_lines(TraceReader(path)) is None
+        else:
+            with pytest.raises(ConfigError, match="value was recorded with --eviction-policy value, which was removed"):
+                TraceReader(path)
+
+
 def test_rejects_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="file not found"):
         TraceReader(tmp_path / "nothing")

@@ -1,7 +1,6 @@
-"""A free queue with classes: contents of several classes in an order by rank, and pinned ones after all others."""
+"""A free queue with pins: contents by age, and pinned ones after all others."""
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush, heapreplace, merge
 from itertools import groupby
 from typing import Any
 
@@ -9,29 +8,24 @@ from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.releases import Freed, Line, Releases
 
 
-class ClassedFreeQueue(FreeKVCacheBlockQueue):
-    """Free blocks in reuse order: those without content, then contents by rank, and then those with a pin, the highest
-    pin first.
+class PinnedFreeQueue(FreeKVCacheBlockQueue):
+    """Free blocks in reuse order: those without content, then contents in the order of their release, and then those
+    with a pin, the highest pin first.
 
-    Contents are in one line per class. Within a line the order is that of their release, so that only the oldest of
-    each line are compared: allocating costs O(1) per block, O(log classes) per release and O(classes) per new version
-    of the ranking. A hit removes its blocks in O(1) each. Pins keep nothing from being allocated: a pinned content is
-    evicted as soon as no other free block is left, that of the highest pin first: of the youngest program.
+    Allocating costs O(1) per block and per release. A hit removes its blocks in O(1) each. Pins keep nothing from being
+    allocated: a pinned content is evicted as soon as no other free block is left, that of the highest pin first: of the
+    youngest program.
 
-    With one class and no pins it behaves like FreeKVCacheBlockQueue, except that blocks which lose their content while
-    they are free are reused first.
+    Without pins it behaves like FreeKVCacheBlockQueue, except that blocks which lose their content while they are free
+    are reused first.
     """
 
     def __init__(self, blocks: Sequence[KVCacheBlock], releases: Releases) -> None:
         self._releases = releases
         self._uncached = FreeKVCacheBlockQueue(())
-        self._lines = [Line(self) for _ in range(releases.ranking.num_classes)]
+        self._line = Line(self)
         self._pinned: dict[int, Line] = {}
         """By pin, its releases."""
-        self._heap: list[tuple[float, int, int]] = []
-        """Rank and order of the oldest release of each line as of when it was ranked, and the number of the line."""
-        self._is_ranked = [False] * len(self._lines)
-        self._version = releases.ranking.version
         self.num_free_blocks = 0
         self.append_n(blocks)
 
@@ -51,33 +45,15 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
             if freed.pin:
                 num_pinned += count
                 self._note_empty(freed)
-        self._releases.num_evicted[self._releases.ranking.policy] += missing - num_pinned
+        self._releases.num_evicted["lru"] += missing - num_pinned
         if num_pinned:
             self._releases.num_evicted["pinned"] += num_pinned
         return taken
 
     def _next(self) -> Freed:
-        """Return the release that is evicted next.
-
-        A rank in the heap may be out of date, because hits have removed the oldest release of a line. The right one is
-        higher, so that only the lowest must be compared.
-        """
-        ranking, heap = self._releases.ranking, self._heap
-        if self._version != ranking.version:
-            self._rank_all()
-        while heap:
-            _, order, number = heap[0]
-            freed = self._lines[number].first()
-            if freed is None:
-                heappop(heap)
-                self._is_ranked[number] = False
-            elif freed.order == order:
-                return freed
-            else:
-                heapreplace(heap, (ranking.rank(freed), freed.order, number))
-        return self._next_pinned()
-
-    def _next_pinned(self) -> Freed:
+        """Return the release that is evicted next."""
+        if (freed := self._line.first()) is not None:
+            return freed
         while self._pinned:
             pin = max(self._pinned)
             if (freed := self._pinned[pin].first()) is not None:
@@ -85,31 +61,10 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
             del self._pinned[pin]
         raise AssertionError("free blocks are counted that are in no line")
 
-    def _rank_all(self) -> None:
-        ranking, heap = self._releases.ranking, self._heap
-        heap.clear()
-        for number, line in enumerate(self._lines):
-            freed = line.first()
-            self._is_ranked[number] = freed is not None
-            if freed is not None:
-                heap.append((ranking.rank(freed), freed.order, number))
-        heapify(heap)
-        self._version = ranking.version
-
     def _list(self, freed: Freed) -> None:
         """Put a release with blocks into its line."""
-        if freed.pin:
-            self._pinned.setdefault(freed.pin, Line(self)).add(freed)
-            return
-        number = freed.turn_class
-        line = self._lines[number]
-        is_newest = not self._is_ranked[number]
+        line = self._pinned.setdefault(freed.pin, Line(self)) if freed.pin else self._line
         line.add(freed)
-        if is_newest:
-            self._is_ranked[number] = True
-            heappush(self._heap, (self._releases.ranking.rank(freed), freed.order, number))
-        elif line.first() is freed:
-            self._version = -1  # older than what was ranked
 
     def _note_empty(self, freed: Freed) -> None:
         if freed.pin and not freed.blocks.num_free_blocks:
@@ -165,9 +120,7 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
 
     def _freed(self) -> Iterator[Freed]:
         """Yield all releases in the order in which they would be evicted now."""
-        rank = self._releases.ranking.rank
-        ranked = [((rank(freed), freed.order, freed) for freed in line) for line in self._lines]
-        yield from (freed for _, _, freed in merge(*ranked))
+        yield from self._line
         for pin in sorted(self._pinned, reverse=True):
             yield from self._pinned[pin]
 
@@ -227,7 +180,7 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
             part = blocks[at : at + count]
             at += count
             if order:
-                freed = self._releases.add(order, 0, pin)
+                freed = self._releases.add(order, pin)
                 self._add(freed, part)
                 self._list(freed)
             else:
@@ -241,18 +194,15 @@ class ClassedFreeQueue(FreeKVCacheBlockQueue):
         of_block = self._releases.of_block
         count = self._uncached.num_free_blocks
         assert all(of_block[b.block_id] is None for b in self._uncached.blocks()), "a block without content is released"
-        for line in (*self._lines, *self._pinned.values()):
+        for line in (self._line, *self._pinned.values()):
             entries = list(line)
             assert [each.order for each in entries] == sorted({each.order for each in entries}), "wrong order in a line"
             for freed in entries:
                 freed.blocks.check()
-                kept = self._pinned[freed.pin] if freed.pin else self._lines[freed.turn_class]
+                kept = self._pinned[freed.pin] if freed.pin else self._line
                 assert line is kept, f"release {freed.order} with pin {freed.pin} is in another line"
                 for block in freed.blocks.blocks():
                     assert of_block[block.block_id] is freed, f"{block!r} is in another release"
                     assert block.block_hash is not None, f"{block!r} is released without a content"
                 count += freed.blocks.num_free_blocks
         assert count == self.num_free_blocks, f"{count} free blocks are queued, {self.num_free_blocks} counted"
-        for number, line in enumerate(self._lines):
-            ranked = self._is_ranked[number] or line.first() is None
-            assert ranked, f"class {number} has contents, and no rank"

@@ -1,4 +1,4 @@
-"""The free queue with classes and pins: equals a naive model, and a pin never delays an allocation."""
+"""The free queue with pins: equals a naive model, and a pin never delays an allocation."""
 
 import random
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from tiers import thinned
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.classed_queue import ClassedFreeQueue
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.kv.releases import RecentUse, Releases
+from quire.scheduler_proc.kv.pinned_queue import PinnedFreeQueue
+from quire.scheduler_proc.kv.releases import Releases
 from quire.scheduler_proc.trace.keyframe import decode_state, encode_state, idle_state, restore
 
 POOLS: list[Callable[..., BlockPool]] = [BlockPool, FairBlockPool]
@@ -44,12 +44,12 @@ def test_any_operations_match_the_model(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("seed", thinned(range(10), keep=2))
-def test_without_pins_one_class_equals_the_plain_queue(seed: int) -> None:
+def test_without_pins_it_equals_the_plain_queue(seed: int) -> None:
     """The same requests find the same hits in the same blocks."""
     rng = random.Random(seed)
     kvs = [
         KVCacheManager(layout_of(full(), sliding(6)), 40, True, pool_class=pool_class)
-        for pool_class in (BlockPool, lambda n, caching: BlockPool(n, caching, ranking=RecentUse()))
+        for pool_class in (BlockPool, lambda n, caching: BlockPool(n, caching, has_pins=True))
     ]
     running: list[list[CacheCase]] = []
     for handle in range(150):
@@ -74,7 +74,7 @@ def test_without_pins_one_class_equals_the_plain_queue(seed: int) -> None:
 
 def managed(num_usable: int, make: Callable[..., BlockPool] = BlockPool) -> KVCacheManager:
     def pool(num_blocks: int, caching: bool) -> BlockPool:
-        return make(num_blocks, caching, ranking=RecentUse())
+        return make(num_blocks, caching, has_pins=True)
 
     return KVCacheManager(layout_of(full()), num_usable + 1, True, pool_class=pool)
 
@@ -224,11 +224,11 @@ def test_releases_that_do_not_fit_are_refused(odd: list[tuple[int, int, int]]) -
 
 def test_check_fails_on_a_block_in_the_wrong_place() -> None:
     blocks = [KVCacheBlock(number) for number in range(6)]
-    releases = Releases(6, RecentUse())
-    queue = ClassedFreeQueue(blocks, releases)
+    releases = Releases(6)
+    queue = PinnedFreeQueue(blocks, releases)
     for block in queue.popleft_n(4):
         block.block_hash = b"%d" % block.block_id
-    releases.begin(0, 3)
+    releases.begin(3)
     queue.append_n(blocks[:4])
     releases.end()
     queue.check()
