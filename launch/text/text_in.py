@@ -91,7 +91,7 @@ class TextIn:
         written = "" if template is None else template.source
         tags = {token.content for token in added.values() if _is_tag(token.content) and token.content in written}
         self.protect(self._special_texts | tags)
-        self._thoughts = ("", "")  # the markers are not among these
+        self._end_of_thoughts = ""  # the markers are not among these
         if self._special_texts:
             self._plain = Tokenizer.from_str(tokenizer.to_str())
             self._plain.encode_special_tokens = True
@@ -133,7 +133,7 @@ class TextIn:
     def protect(self, texts: Iterable[str]) -> None:
         """Make texts plain text in a request's conversation. Two texts are the markers of thinking."""
         texts = [text for text in texts if text]
-        self._thoughts = (texts[0], texts[1]) if len(texts) == 2 else ("", "")
+        self._end_of_thoughts = texts[1] if len(texts) == 2 else ""
         self._special_besides = special_pattern(self._control.difference(texts))
         self._control.update(texts)
         self._spelled.clear()
@@ -218,17 +218,20 @@ class TextIn:
     def _marked(self, given: list[Any]) -> list[Any]:
         """Return messages, tools and variables with marks around text that stays plain.
 
-        The thinking markers of an earlier answer have none if its thoughts are closed: they are the model's own, which
-        clients of servers without a reasoning parser send back. Others could leave thoughts open for what follows.
+        The thinking markers of an earlier answer have none up to the last end of thoughts: they are the model's own,
+        which clients of servers without a reasoning parser send back. Later ones could leave thoughts open for what
+        follows.
         """
         if self._special is None:
             return given
         marked: list[Any] = mark_special(given, self._special)
-        start, end = self._thoughts
+        end = self._end_of_thoughts
         for message, made in zip(given[0], marked[0], strict=True):
             content = message.get("content") if message.get("role") == "assistant" else None
-            if isinstance(content, str) and content.find(end) > content.rfind(start):
-                made["content"] = mark_special(content, self._special_besides)
+            if isinstance(content, str) and end and end in content:
+                cut = content.rindex(end) + len(end)
+                kept = mark_special(content[:cut], self._special_besides)
+                made["content"] = kept + mark_special(content[cut:], self._special)
         return marked
 
     def prepare(self) -> None:

@@ -236,6 +236,7 @@ class AnswerParser:
         text = "".join(withheld)
         reader = AnswerParser(self._form, self._tools)
         reader._next_index = self._next_index
+        reader._early = []  # each reader in a reader would read the rest again
         found = reader.push(text) + reader.finish()
         if reader.has_whole_calls:
             events += found

@@ -18,6 +18,7 @@ from quire.launch.text.parsing.values import (
     NAME,
     Call,
     Malformed,
+    as_json,
     calls_of,
     decode_json,
     placeholder,
@@ -123,7 +124,7 @@ class LateCalls:
 
 
 def _whole(call: Call, number: int) -> Piece:
-    return Piece(number, call.name, json.dumps(call.arguments, ensure_ascii=False))
+    return Piece(number, call.name, as_json(call.arguments))
 
 
 class ObjectCalls(LateCalls):
@@ -309,7 +310,7 @@ class TaggedArguments:
         if self._is_streamed:
             self._out.append(escaped(value) + '"')
         else:
-            self._out.append(json.dumps(typed(value, self._types), ensure_ascii=False))
+            self._out.append(as_json(typed(value, self._types)))
 
     def _report(self) -> list[Piece]:
         if self._is_streamed and self._value:

@@ -36,6 +36,11 @@ def decode_json(text: str) -> Any:
         raise Malformed from None
 
 
+def as_json(value: Any) -> str:
+    """Return the value as JSON text. A half of a surrogate pair, which UTF-8 does not have, stays an escape."""
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", json.dumps(value, ensure_ascii=False))
+
+
 def _decode_several(text: str) -> Iterator[Any]:
     """Return the values that follow each other in JSON text, and those in lists."""
     at = 0
@@ -77,7 +82,8 @@ def calls_of(body: str, region: Region, captures: Mapping[str, str]) -> list[Cal
 def _call(value: Any, *, needs_arguments: bool) -> Call:
     function = _object(_object(value).get("function", value))
     name = function.get(NAME)
-    if needs_arguments and not any(key in function for key in ARGUMENTS):
+    others = function.keys() - {NAME, "type", "id"}  # such as "args": a call without its arguments would be wrong
+    if (needs_arguments or others) and others.isdisjoint(ARGUMENTS):
         raise Malformed
     arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
     if isinstance(arguments, str):  # JSON in JSON

@@ -110,6 +110,7 @@ THOUGHTS = (
     " <|im_end|> ",
     "a\n<think>\nopen",
     "\n</think>",
+    "hm\n</think>\n\nyes <think>",
     "yes",
 )
 
@@ -131,6 +132,7 @@ def test_marks_leave_no_trace_in_the_text(tagged: Tokenizer, template: str, answ
         ids = text_in.encode_rendered(rendered)
         assert tagged.decode(ids, skip_special_tokens=False) == expected
         assert ids.count(tagged.token_to_id("<|im_end|>")) == 2
+        assert not ThinkingState(*([tagged.token_to_id(text)] for text in ("<think>", "</think>")), ids).is_open
         if user == "one" and answer in THOUGHTS[:2]:
             assert ids == tagged.encode(expected).ids
 

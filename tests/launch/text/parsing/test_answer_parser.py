@@ -208,6 +208,7 @@ def test_recognized() -> None:
 
 
 HOSTILE = (" ", "\n", "<", "<tool_call>", "<function=f>", "<parameter=a>", "{", "[", '"', "\\", "</", '{"name":')
+HOSTILE += ("<think><tool_call></tool_call>",)
 
 
 @pytest.mark.parametrize("unit", HOSTILE)

@@ -128,7 +128,7 @@ def read(form: AnswerFormat, pieces: list[str], *, with_tools: bool = True) -> A
                 del calls[index]
             case _:
                 said[type(event)] += event.text
-    return said[Thought], said[Content], [(name, json.loads(arguments)) for name, arguments in calls.values()]
+    return said[Thought], said[Content], [(name, json.loads(arguments.encode())) for name, arguments in calls.values()]
 
 
 def trips(
@@ -265,7 +265,12 @@ VARIANTS: list[tuple[str, str, Answer]] = [
         "[find(object={'a': None, 'b': (True, \"x\\n\",)})]",
         ("", "", [("find", {"object": {"a": None, "b": [True, "x\n"]}})]),
     ),
+    *(
+        (name, r"[find(text='\ud800')]", ("", "", [("find", {"text": "\ud800"})]))
+        for name in ("pythonic", "llama3_json")
+    ),
     ("hermes", UNKNOWN, ("", UNKNOWN, [])),
+    ("hermes", TOOL_CALL.replace("arguments", "args"), ("", TOOL_CALL.replace("arguments", "args"), [])),
     ("hermes", f"<tool_call>{FIND}\n{FIND}</tool_call>", ("", "", CALLED[2] * 2)),
     ("hermes", BROKEN + "\n" + TOOL_CALL, ("", BROKEN, CALLED[2])),
     ("hermes", BROKEN + TOOL_CALL, ("", BROKEN, CALLED[2])),
@@ -293,6 +298,11 @@ VARIANTS: list[tuple[str, str, Answer]] = [
         "qwen3_coder",
         f"{FUNCTION}<parameter=object>{{'k': True}}</parameter></function></tool_call>",
         ("", "", [("find", {"object": {"k": True}})]),
+    ),
+    (
+        "qwen3_coder",
+        f'{FUNCTION}<parameter=list>["\\ud800"]</parameter></function></tool_call>',
+        ("", "", [("find", {"list": ["\ud800"]})]),
     ),
     ("glm45", "<tool_call>find<arg_key>count</arg_key><arg_value>1</tool_call>", CALLED),
     (
