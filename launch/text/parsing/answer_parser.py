@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from quire.launch.text.parsing.calls import CallText, Properties, call_text
+from quire.launch.text.parsing.calls import CallText, HeldBlanks, Properties, call_text
 from quire.launch.text.parsing.object_reader import Piece
 from quire.launch.text.parsing.scanner import Found, Scanner
 from quire.launch.text.parsing.templates import CALLS, THOUGHTS, Format, Region
@@ -263,7 +263,7 @@ class _Text:
 
     def __init__(self, region: Region) -> None:
         self._strips = region.strips
-        self._held = ""
+        self._blanks = HeldBlanks()
         self._is_inside = False
         self.is_started = False
 
@@ -271,10 +271,7 @@ class _Text:
         self.is_started = True
         if not self._strips:
             return text
-        text = self._held + text
         if not self._is_inside:
             text = text.lstrip()
             self._is_inside = bool(text)
-        kept = text.rstrip()
-        self._held = text[len(kept) :] if self._is_inside else ""
-        return kept
+        return self._blanks.push(text)

@@ -26,6 +26,8 @@ from quire.launch.text.parsing.values import (
     typed,
 )
 
+SIGNS = re.compile(r"[{}\[\],:]")
+"""What ends a key or a word that is in no quotes."""
 Properties = Mapping[str, Any]
 """The ``properties`` of a tool's parameters."""
 
@@ -58,8 +60,10 @@ def call_text(region: Region, captures: Mapping[str, str], tools: Mapping[str, P
     args = region.args or {}
     if region.tags is not None:
         return TaggedArguments(region, captured or "", tools.get(captured or "", {}))
-    few_quotes = len(args.get("string_delims", ())) <= 1
-    if region.content == "json" and captured and arguments == ["content"] and few_quotes:
+    is_followed = len(args.get("string_delims", ())) == 1 or not (
+        args.get("string_delims") or args.get("unquoted_keys")
+    )
+    if region.content == "json" and captured and arguments == ["content"] and is_followed:
         return WholeArguments(region, captures, captured)
     if region.content in ("json", "python") and not args.get("string_delims") and not args.get("unquoted_keys"):
         if function == "{content}" or (name == ["content", NAME] and arguments and arguments[0] == "content"):
@@ -73,6 +77,21 @@ def _sources(function: Any) -> tuple[list[str] | None, list[str] | None]:
     if not isinstance(function, dict):
         return None, None
     return placeholder(function.get(NAME)), placeholder(function.get("arguments"))
+
+
+class HeldBlanks:
+    """Holds back the last blanks of a text, which the end may follow."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+
+    def push(self, text: str) -> str:
+        kept = text.rstrip()
+        whole = "".join((*self._held, kept)) if kept else ""
+        if kept:
+            self._held.clear()
+        self._held.append(text[len(kept) :])
+        return whole
 
 
 class LateCalls:
@@ -158,7 +177,10 @@ class WholeArguments(LateCalls):
         args = region.args or {}
         self._quotes = next(iter(args.get("string_delims", ())), None)
         self._bare_keys = bool(args.get("unquoted_keys"))
-        self._held = ""
+        self._held: list[str] = []
+        """What may begin a key, a word or a delimiter of a string."""
+        self._blanks = HeldBlanks()
+        self._tail = ""
         self._in_string = False
         self._is_object: bool | None = None
 
@@ -181,9 +203,16 @@ class WholeArguments(LateCalls):
     def _plain(self, text: str, *, last: bool) -> str:
         """Return the text as JSON, as far as it is certain."""
         if self._quotes is None:
-            return self._outside(text, last=last)
+            return self._blanks.push(text)
         opens, closes = self._quotes
-        text, self._held = self._held + text, ""
+        self._held.append(text)
+        # Text without a sign decides nothing. Looking at what is held each time would take quadratic time.
+        seen, self._tail = self._tail + text, (self._tail + text)[-len(opens) :]
+        decides = last or self._in_string or opens in seen or SIGNS.search(text)
+        if self._bare_keys and not decides:
+            return ""
+        text = "".join(self._held)
+        self._held.clear()
         parts: list[str] = []
         while text:
             delimiter = closes if self._in_string else opens
@@ -197,25 +226,16 @@ class WholeArguments(LateCalls):
                 part, rest = part[: len(part) - len(held)], held + rest
                 parts.append(bare_json(part) if self._bare_keys else part)
             if place < 0:
-                self._held = rest
+                self._held.append(rest)
                 break
             parts.append('"')
             self._in_string = not self._in_string
             text = rest[len(delimiter) :]
         return "".join(parts)
 
-    def _outside(self, text: str, *, last: bool) -> str:
-        text, self._held = self._held + text, ""
-        if not last:
-            cut = len(text.rstrip(WHITESPACE)) - len(self._bare_tail(text.rstrip(WHITESPACE)))
-            text, self._held = text[:cut], text[cut:]
-        else:
-            text = text.rstrip(WHITESPACE)
-        return bare_json(text) if self._bare_keys else text
-
     def _bare_tail(self, text: str) -> str:
         """Return the end of a text outside of strings that may be the beginning of a key, or of a word."""
-        return re.split(r"[{}\[\],:]", text)[-1] if self._bare_keys else ""
+        return SIGNS.split(text)[-1] if self._bare_keys else ""
 
 
 def _overlap(text: str, delimiter: str) -> int:

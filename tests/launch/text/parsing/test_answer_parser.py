@@ -220,6 +220,16 @@ def test_time_grows_with_the_text_only(name: str, unit: str) -> None:
     assert time.process_time() - begin < 2
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "unit"),
+    [("functionary_v31", "<function=f>{", "\n"), ("gemma4", "<|tool_call>call:f{", "a")],
+)
+def test_each_text_held_back_is_read_once(name: str, start: str, unit: str) -> None:
+    begin = time.process_time()
+    parse(name, [start, *([unit * 2] * 20_000)])
+    assert time.process_time() - begin < 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_cost_of_a_token(name: str) -> None:
