@@ -54,7 +54,7 @@ def target(schema: Any, reference: Any) -> Schema | None:
 
 
 class _Writer:
-    """Writes one schema. What is known of its parts comes from the schema as given."""
+    """Writes one schema. Proofs about its parts read the schema as given."""
 
     def __init__(self, root: Any, formats: Collection[str], keeps_unique: bool) -> None:
         self._root = root
