@@ -38,6 +38,7 @@ class Asked:
 
     ``gone``: it may have ended before its time. ``bad``: output token from which its logits are not finite, or from
     which it fails for a reason of its own. ``may_fail``: its adapter's folder has another content by now.
+    ``has_grammar``: a stop token among its first ``min_tokens`` ends it, because the grammar allows nothing else.
     """
 
     client: int
@@ -57,6 +58,7 @@ class Asked:
     may_fail: bool = False
     pooling: PoolingParams | None = None
     experts: bool = False
+    has_grammar: bool = False
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -241,6 +243,7 @@ class Load:
         if rng.random() < 0.1:
             asked.repetition = RepetitionDetection(max_pattern_size=3, min_count=2)
         grammar = StructuredOutputs(regex="a*") if not ignore_eos and rng.random() < 0.2 else None
+        asked.has_grammar = grammar is not None
         asked.experts = self._asks_for_experts()
         self.asked[request_id] = asked
         priority, salt = rng.choice((0, 0, 1, 5, -3)), rng.choice(("", "", "salt"))
@@ -632,7 +635,8 @@ class Load:
         limit = min(MAX_MODEL_LEN, driver.scheduler.kv.max_tokens + 1) - len(asked.prompt)
         limit = min(limit, asked.max_tokens) - len(asked.output)
         want = expected_tokens([*asked.prompt, *asked.output], max(limit, 0), adapter=asked.adapter)
-        ends = [i for i, token in enumerate(want) if token in asked.stops and i >= asked.min_tokens]
+        least = 0 if asked.has_grammar else asked.min_tokens
+        ends = [i for i, token in enumerate(want) if token in asked.stops and i >= least]
         want = want[: ends[0] + 1] if ends else want
         reason = EndReason.STOPPED if ends else EndReason.LENGTH
         if (repeated := first_repetition([*asked.output, *want], asked)) is not None:
