@@ -75,10 +75,8 @@ class MessageForm:
         """
         texts = {i: f"quire-{i}-instructions" for i, each in enumerate(messages) if each["role"] in INSTRUCTIONS}
         shape = [{**each, "content": texts.get(i, each.get("content") and "-")} for i, each in enumerate(messages)]
-        best, most = (
-            self._ways[-1],
-            -1,
-        )  # if each way is refused, its refusal is about system messages, not unknown roles
+        # If each way is refused, the refusal of the last is about system messages, not unknown roles.
+        best, most = self._ways[-1], -1
         for arrange in self._ways:
             rendered = self._trial(arrange(shape), values)
             num_written = -1 if rendered is None else sum(text in rendered for text in texts.values())

@@ -207,7 +207,7 @@ class TextIn:
                 )
                 for messages, tools, variables in ([given] if marked == given else [given, marked])
             ]
-            text = with_marks(texts[0], texts[-1])
+            text = with_marks(*texts) if len(texts) > 1 else texts[0]
         except RenderedTooLong:
             raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
         except RecursionError:
