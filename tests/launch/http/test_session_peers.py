@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from quire.launch.http.app import make_app
-from quire.launch.http.routes import session_peers
+from quire.launch.http.routes import fork_peers
 from quire.launch.http.routes.session_peers import session_address, share_sessions
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.sessions.session_store import SessionStore
@@ -115,7 +115,7 @@ def test_front_ends_that_have_died_or_do_not_answer(run: Any, tmp_path: Path, mo
         asked: list[asyncio.StreamWriter] = []
         address = str(session_address(tmp_path, 0))
         silent = await asyncio.start_unix_server(lambda reader, writer: asked.append(writer), address)
-        monkeypatch.setattr(session_peers, "TIMEOUT_S", 0.05)
+        monkeypatch.setattr(fork_peers, "TIMEOUT_S", 0.05)
         answer = await second.get(f"/v1/sessions/{session}")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         silent.close()
