@@ -89,7 +89,7 @@ def test_callbacks_signals_and_a_close_from_another_thread() -> None:
     with pytest.raises(EngineError, match="this LLM is closed"):
         answer()
     closing.join()
-    assert {process.pid for process in engine_processes()} == others
+    assert {process.pid for process in engine_processes()} <= others  # those of an earlier test may have ended
 
 
 SCRIPT = """
