@@ -64,6 +64,7 @@ class TestEnd:
 
 @pytest.mark.full
 def test_callbacks_signals_and_a_close_from_another_thread() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     others = {process.pid for process in engine_processes()}
     llm = LLM(max_model_len=256, num_gpu_blocks_override=60)
 
@@ -78,6 +79,7 @@ def test_callbacks_signals_and_a_close_from_another_thread() -> None:
         answer(LONG, on_text=fail)
     with pytest.raises(KeyboardInterrupt):
         answer(LONG, on_text=lambda index, text: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGINT, before)
     assert answer(on_text=lambda index, text: nested.append(answer())) == expected == nested[0]
     statistics = llm.statistics()
     assert statistics.num_running == 0 and statistics.num_free_blocks == statistics.num_usable_blocks
