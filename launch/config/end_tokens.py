@@ -21,7 +21,6 @@ class _Named(msgspec.Struct):
 
 class _TokenizerConfig(msgspec.Struct):
     eos_token: str | _Named | None = None
-    added_tokens_decoder: dict[int, _Named] = {}
 
 
 class _Vocabulary(msgspec.Struct):
@@ -52,8 +51,7 @@ def with_end_tokens(model: ModelConfig, folder: Path | None, chat_template: str)
 
 def _end_tokens(folder: Path, chat_template: str) -> list[int]:
     config = msgspec.json.decode(read_description(folder, TOKENIZER_CONFIG) or "{}", type=_TokenizerConfig)
-    ids = {token.content: token_id for token_id, token in config.added_tokens_decoder.items()}
-    ids |= added_token_ids(folder)
+    ids = added_token_ids(folder)
     eos = config.eos_token.content if isinstance(config.eos_token, _Named) else config.eos_token
     if eos is not None and eos not in ids:
         ids |= _vocabulary_id(folder, eos)
