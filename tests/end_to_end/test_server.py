@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,6 @@ import openai
 import pytest
 from engine_processes import processes_of
 from served import QUIRE, Served
-
-from quire.launch.serve import SAME_SIGNAL_S
 
 STORY = [{"role": "user", "content": "Tell me a story."}]
 
@@ -289,18 +286,3 @@ class TestCommandLine:
         assert rest[-2:] == ["data: [DONE]", ""]
         assert served.stop(0) == 0
         assert not Path(directory).exists()
-
-    def test_a_second_signal_stops_at_once(self) -> None:
-        served = Served("--num-gpu-blocks-override", "300")
-        body = {"model": "quire-demo", "prompt": "Once", "n": 8, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
-            next(response.iter_lines())
-            started = time.monotonic()
-            served.process.send_signal(signal.SIGTERM)
-            while not any("second signal" in line for line in served.log):
-                assert time.monotonic() < started + 30
-            served.process.send_signal(signal.SIGTERM)  # the same signal
-            with pytest.raises(subprocess.TimeoutExpired):
-                served.process.wait(SAME_SIGNAL_S)
-            served.stop(signal.SIGTERM)
-        assert time.monotonic() - started < 10
