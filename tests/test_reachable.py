@@ -2,8 +2,8 @@
 
 The search is by name. It finds: kernels that the product does not use, directly or through other kernels; parameters of
 used kernels that no caller passes; fields of messages, the configuration, KV layouts and attention metadata that are
-never written or never read; kinds of KV groups that no layout has. Tools (benchmarks, replay, demo, top) are not
-product paths.
+never written or never read; kinds of KV groups that no layout has; reasons to wait that nothing names; parameters of
+block hashes that no caller passes. Tools (benchmarks, replay, demo, top) are not product paths.
 """
 
 import ast
@@ -16,6 +16,7 @@ PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels
 TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "launch/replay/", "launch/top/", "worker_proc/bench/")
 STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
 KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
+REASONS = "scheduler_proc/requests/reasons.py"
 OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to users; an interface
 MOST_ROWS = 21
 
@@ -67,8 +68,16 @@ def unreachable(of: list[Module]) -> set[str]:
     others = [(module.path, node) for module in product for node in module.definitions.values()]
     launchers = [defined[place] for place in entry_points & reached]
     launchers += [node for path, node in others if path.endswith("group_tables.py")]
+    launchers += [
+        each for path, node in others if path.endswith("block_hash.py") for each in ast.iter_child_nodes(node)
+    ]
     structs = [node for path, node in others if STRUCTS.match(path) and isinstance(node, ast.ClassDef)]
-    lost = [*lost_parameters(launchers, calls), *lost_fields(structs, calls, nodes), *lost_kinds(product)]
+    lost = [
+        *lost_parameters(launchers, calls),
+        *lost_fields(structs, calls, nodes),
+        *lost_kinds(product),
+        *lost_reasons(product),
+    ]
     return {*lost, *(name for _, name in entry_points - reached - inner)}
 
 
@@ -104,8 +113,10 @@ def lost_parameters(launchers: Iterable[ast.AST], calls: Arguments) -> Iterator[
     """Yield the parameters with a default that no call passes."""
     for launcher in (node for node in launchers if isinstance(node, ast.FunctionDef)):
         of = launcher.args
-        first = len(of.args) - len(of.defaults)
-        optional: list[tuple[str, int | str]] = [(arg.arg, first + i) for i, arg in enumerate(of.args[first:])]
+        first = len(of.args) - len(of.defaults) - (bool(of.args) and of.args[0].arg == "self")
+        optional: list[tuple[str, int | str]] = [
+            (arg.arg, first + i) for i, arg in enumerate(of.args[len(of.args) - len(of.defaults) :])
+        ]
         optional += [(arg.arg, arg.arg) for arg, default in zip(of.kwonlyargs, of.kw_defaults, strict=True) if default]
         passed = calls.get(launcher.name, {"*"}) | KNOBS
         yield from (f"{launcher.name}({n})" for n, at in optional if not passed & {n, at, "**", "*"})
@@ -136,6 +147,15 @@ def lost_kinds(product: list[Module]) -> set[object]:
     return {key.value for table in tables for key in table.keys if isinstance(key, ast.Constant)} - made
 
 
+def lost_reasons(product: list[Module]) -> Iterator[str]:
+    """Yield the reasons to wait that no other module than their own names."""
+    home = {each.path == REASONS: each for each in product}.get(True)
+    if home is not None:
+        used = {n.attr for each in product if each is not home for n in each.nodes if isinstance(n, ast.Attribute)}
+        values = [node.targets[0] for node in ast.walk(home.definitions["WaitReason"]) if isinstance(node, ast.Assign)]
+        yield from (f"WaitReason.{each.id}" for each in values if isinstance(each, ast.Name) and each.id not in used)
+
+
 def test_unreachable_code_is_listed_as_reserved() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "reserved.md").read_text(), re.MULTILINE)
     found = unreachable(modules())
@@ -151,5 +171,11 @@ def test_finds_unreachable_code() -> None:
         Module("worker_proc/uses.py", "from quire.kernels.cache.lost import kept_kernel\nkept_kernel(1)"),
         Module("protocol/wire/lost.py", "class Sent(Message):\n    lost_field: int\nSent(lost_field=1)"),
         Module("scheduler_proc/kv/coordinator.py", "MANAGERS = {'lost_kind': int}"),
+        Module(REASONS, "class WaitReason:\n    LOST = 'lost'\n    USED = 'used'\nWaitReason.LOST"),
+        Module("scheduler_proc/core/uses.py", "WaitReason.USED"),
+        Module(
+            "protocol/block_hash.py", "class Hasher:\n    def link(self, salt='', lost=()): ...\nHasher().link('a')"
+        ),
     ]
-    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Sent.lost_field", "lost_kind"}
+    more = {"WaitReason.LOST", "link(lost)"}
+    assert unreachable(added) == {"lost_kernel", "kept_kernel(knob)", "Sent.lost_field", "lost_kind", *more}

@@ -293,6 +293,7 @@ class Admission:
             adapter=self._adapters.find(event.adapter) if parent is None else parent.adapter,
         )
         request.parent, request.program, request.row_bytes = parent, program, row_bytes
+        request.job_id = event.job_id
         if parent is not None:
             request.adapter_name = parent.adapter_name
         has_prompt_logprobs = sampling.prompt_logprobs is not None  # a hit has no logits

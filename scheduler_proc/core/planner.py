@@ -361,8 +361,7 @@ class Planner:
         if self._adapters.may_run(request):
             plan.add(StepRow(request, num_tokens, None, is_prefill=True))
             self._cache_written(request, num_tokens)
-        if choice is not None:
-            self._transfers.admitted(request, choice)
+        self._transfers.admitted(request, choice)
         return None
 
     def has_room_for_prompt(self, request: Request, hits: GroupBlocks, protected: int) -> bool:

@@ -339,6 +339,8 @@ class Scheduler:
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Commit the plan: build the diff, then advance the scheduled requests."""
         table, step = self.table, plan.step
+        scheduled, running = len(plan.rows) + len(self.steady_decode.batch), len(table.running)
+        assert scheduled <= running, f"{scheduled} requests in a step while {running} run"
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), table.take_chosen(), self.kv)
         record = InFlightStep(step, plan.rows, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
         self.steady_decode.clock.sent = step

@@ -11,7 +11,7 @@ from quire.protocol.wire.front_end_messages import Histogram, RequestState, Stat
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.reasons import RESERVED_REASONS, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
 
 MAX_LISTED = 200
@@ -56,6 +56,14 @@ class Counters:
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
 
+class LoadCounts:
+    """Totals of a tier's loads since start, as in TierState."""
+
+    def __init__(self) -> None:
+        self.num_loaded = self.num_failed = self.num_late = 0
+        self.seconds = 0.0
+
+
 class RecentDecisions:
     """The newest decisions with their reasons, and the number of preemptions and choices by reason since start."""
 
@@ -90,7 +98,8 @@ def make_statistics(
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
     # All of them, because a series that ends would be a gap in a graph. ADAPTER_TURN is a reason of running requests.
-    reasons = Counter({str(reason): 0 for reason in WaitReason if reason is not WaitReason.ADAPTER_TURN})
+    hidden = (WaitReason.ADAPTER_TURN, *RESERVED_REASONS)
+    reasons = Counter({str(reason): 0 for reason in WaitReason if reason not in hidden})
     reasons.update(str(request.wait_reason) for request in table.skipped_waiting.values())
     if table.waiting:
         reasons[_queue_reason(table, is_paused)] += len(table.waiting)

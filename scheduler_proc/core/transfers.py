@@ -6,7 +6,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import TierState
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveBlocks, MoveKind
 from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
+from quire.scheduler_proc.core.statistics import Counters, LoadCounts, RecentDecisions
 from quire.scheduler_proc.costs.choice import Choice, Prefix, Queue, choose
 from quire.scheduler_proc.costs.costs import FULL_PAGES, Costs
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -48,14 +48,6 @@ class Load:
     is_void: bool = False
 
 
-class _Counts:
-    """Totals of a tier's loads since start, as in TierState."""
-
-    def __init__(self) -> None:
-        self.num_loaded = self.num_failed = self.num_late = 0
-        self.seconds = 0.0
-
-
 class Transfers:
     """Decides transfers and follows them. Without a tier behind the device it does nothing.
 
@@ -95,7 +87,7 @@ class Transfers:
         self._num_late_open = 0
         """Loads that are late and not answered. Meanwhile no load begins, because it may take as long."""
         self._loads: list[MoveBlocks] = []
-        self._counts = {tier.name: _Counts() for tier in kv.tiers}
+        self._counts = {tier.name: LoadCounts() for tier in kv.tiers}
         self._stores_yield_at = -1
         """None begin up to this step, because a request lacked the blocks of stores in flight."""
 
@@ -158,22 +150,26 @@ class Transfers:
         prefills, num_others = self._table.prefills()
         load_seconds = sum(load.choice.pages_seconds for load in self._open.values())
         choice = choose(self.costs, prefix, Queue(prefills, step_tokens, num_others, load_seconds))
+        request.choice = choice._replace(found=prefix)
         if choice.kind == "load":
             self._begin_load(request, found, choice)
             self._table.hold(request, WaitReason.LOADING)
-            detail = f"{found.num_tokens - num_hit_tokens:,} tokens from {' and '.join(pages)}"
+            detail = f"{found.num_tokens - num_hit_tokens:,} tokens from {' and '.join(pages)}; {choice}"
             self._note("wait", request, WaitReason.LOADING, len(found.pages), detail)
         return choice
 
-    def admitted(self, request: Request, choice: Choice) -> None:
+    def admitted(self, request: Request, choice: Choice | None) -> None:
         """Count a choice other than to load, after the request was admitted; if it was to split, begin the load."""
-        if choice.kind == "split":
+        if choice is not None and choice.kind == "split":
             found = find_contents(self._kv, request, choice.front // self._kv.block_size)
             if found.fits(self._kv):
                 self._begin_load(request, found, choice)
                 request.split_at = choice.front
                 self._note("choose", request, "split", len(found.pages), str(choice))
                 return
+        request.choice = None
+        if choice is None:
+            return
         if self.costs.avoids_load() and (found := find_contents(self._kv, request).last(FULL_PAGES)).fits(self._kv):
             self._load(found, Choice("load"), request.tenant)
         self._note("choose", request, "compute", 0, str(choice))
@@ -193,12 +189,12 @@ class Transfers:
     def _load(self, found: FoundContents, choice: Choice, tenant: int) -> Load:
         kv = self._kv
         hold, targets = kv.holds.hold_targets(found.cached, len(found.pages), tenant)
+        tiers, pages = zip(*found.pages, strict=True)
         for tier in kv.tiers:
             tier.pages.touch(page for of, page in found.pages if of is tier)
         load = Load(self._numbers.next(), targets, found.pages, found.keys, hold, choice)
         self._open[load.number] = load
         ids = [block.block_id for block in targets]
-        tiers, pages = zip(*found.pages, strict=True)
         self._loads.append(move_blocks(load.number, MoveKind.LOAD, ids, tiers, pages, found.keys))
         return load
 
@@ -207,14 +203,13 @@ class Transfers:
         return self._open[number].choice.limit_s
 
     def _note(self, kind: str, request: Request, reason: str, num_blocks: int, detail: str) -> None:
-        self._decisions.note(
-            Decision(self._clock.sent + 1, kind, request.request_id, reason, "", num_blocks, 0, detail)
-        )
+        step = self._clock.sent + 1
+        self._decisions.note(Decision(step, kind, request.request_id, reason, "", num_blocks, 0, detail))
 
     def stop_waiting(self, request: Request) -> None:
         """Let a request continue without its load, if it has one. What is loaded will be cached."""
         if request.handle in self._loading:
-            request.split_at = 0
+            request.split_at, request.choice = 0, None
             self._end_wait(request)
 
     def _end_wait(self, request: Request) -> None:

@@ -57,6 +57,7 @@ class Choice(NamedTuple):
         load_seconds, compute_seconds: expected time to the end of its prefill; 0 while nothing is known.
         limit_s: time after which the load is late: in which the request would have computed what it loads.
         pages_seconds: expected time of the load, without that of loads before it.
+        found: what was found for the request.
     """
 
     kind: str
@@ -65,6 +66,12 @@ class Choice(NamedTuple):
     compute_seconds: float = 0.0
     limit_s: float = LOAD_LIMIT_S
     pages_seconds: float = 0.0
+    found: Prefix = Prefix(0, 0, 0, {}, 0)
+
+    def num_loaded(self, num_hit_tokens: int) -> int:
+        """Return how many of the tokens that the request has found on the device were loaded for it."""
+        first = self.found.found_tokens if self.kind == "compute" else self.front or self.found.hit_tokens
+        return max(min(num_hit_tokens, self.found.found_tokens) - first, 0)
 
     def __str__(self) -> str:
         return f"loading would take {self.load_seconds:.2g} s, computing {self.compute_seconds:.2g} s"

@@ -11,6 +11,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
+from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.structured.drafts import has_drafts
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.scheduler_proc.trace.journal import Journal
@@ -46,7 +47,7 @@ class Grammars:
         if (client, request.request_id) not in scheduler.table.requests:
             return
         if self._manager.begin(client, request):
-            self._consume(scheduler, Hold(request.request_id, "grammar"), client)
+            self._consume(scheduler, Hold(request.request_id, WaitReason.GRAMMAR), client)
 
     def release(self, scheduler: Scheduler) -> None:
         """Release or refuse the requests whose grammar compilation has ended."""

@@ -71,6 +71,8 @@ class PreemptReason(enum.StrEnum):
 
 
 HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
+RESERVED_REASONS = (WaitReason.REMOTE_KV, WaitReason.STREAMING)
+"""Nothing produces them yet (docs/reserved.md), so statistics have them only if a request waits for one."""
 
 
 class Decision(NamedTuple):

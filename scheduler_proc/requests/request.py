@@ -7,6 +7,7 @@ from typing import TypeAlias
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
+from quire.scheduler_proc.costs.choice import Choice
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.requests.adapter_state import AdapterState
@@ -78,6 +79,8 @@ class Request:
         parent: the request whose blocks it will share, until it is admitted or returns to the queue; or None.
         diverges: whether its last token is not one of its parent's.
         leader: the client's request, if it computes a beam of that request's search; or None.
+        job_id: as of AddRequest, for traces.
+        choice: whether to load the part of its prefix that only tiers have, until it has been admitted with that part.
         split_at: position up to which it computes while the rest of its cached prefix is loaded; 0 if nothing is.
         wait_reason: why the request waits, while it waits.
         skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
@@ -98,6 +101,7 @@ class Request:
         "admitted",
         "arrival",
         "block_step",
+        "choice",
         "client",
         "diverges",
         "draft_state",
@@ -106,6 +110,7 @@ class Request:
         "ignore_results_until",
         "introduced",
         "is_overdue",
+        "job_id",
         "joined_step",
         "last_step",
         "leader",
@@ -202,6 +207,8 @@ class Request:
         self.program: Program | None = None
         self.is_overdue = False
         self.split_at = 0
+        self.choice: Choice | None = None
+        self.job_id = ""
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0
         self.tables: Sequence[list[KVCacheBlock]] = ()

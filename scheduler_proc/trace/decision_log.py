@@ -4,17 +4,30 @@ from typing import NamedTuple
 
 from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.wire.front_end_messages import Ended
+from quire.scheduler_proc.costs.choice import Choice
 from quire.scheduler_proc.requests.request import Request
+
+NO_CHOICE = Choice("")
 
 
 class Hit(NamedTuple):
-    """An admission, first or after a preemption, with its number of tokens from the prefix cache."""
+    """An admission, first or after a preemption, with its number of tokens from the prefix cache.
+
+    ``choice``: as of Request.
+    """
 
     handle: int
     request_id: str
     num_hit_tokens: int
     num_prompt_tokens: int
     num_tokens: int
+    job_id: str
+    choice: Choice
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """How many of its tokens from the prefix cache were loaded for it from host memory or disk."""
+        return self.choice.num_loaded(self.num_hit_tokens)
 
 
 class DecisionLog:
@@ -38,7 +51,8 @@ class DecisionLog:
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         known = (request.num_prompt_tokens, request.num_tokens)
-        self.hits.append(Hit(request.handle, request.request_id, num_hit_tokens, *known))
+        more = request.job_id, request.choice or NO_CHOICE
+        self.hits.append(Hit(request.handle, request.request_id, num_hit_tokens, *known, *more))
 
     def beams_chosen(self, leader: int, parents: list[int]) -> None:
         self.choices.append((leader, parents))

@@ -26,7 +26,7 @@ from quire.scheduler_proc.requests.events import Clock, Fail, Hold, LoadLate, Re
 from quire.scheduler_proc.trace.keyframe import IdleState
 
 FORMAT = "quire-trace"
-VERSION = 2
+VERSION = 3
 HASH_BYTES = SHORT_HASH_BYTES
 
 
@@ -147,7 +147,7 @@ class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
     """The state before a decision, written when it changed. The fields are those of other schedulers' traces.
 
     ``num_pinned``: programs whose blocks are kept between two turns. ``pinned_job_ids``: their job ids, or "";
-    ``pinned_blocks``: how many blocks of each.
+    ``pinned_blocks``: how many blocks of each. ``tiers``: pages of host memory and disk: free, all, with content.
     """
 
     step: int
@@ -160,10 +160,20 @@ class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
     num_pinned: int = 0
     pinned_blocks: list[int] = []
     pinned_job_ids: list[str] = []
+    tiers: dict[str, tuple[int, int, int]] = {}
 
 
 class PrefixCacheEvent(Line, frozen=True, kw_only=True, tag="prefix_cache_event"):
-    """A request was admitted by the step's decision, which follows."""
+    """A request was admitted by the step's decision, which follows.
+
+    Attributes:
+        local_hit_tokens, external_hit_tokens: tokens from the prefix cache: those that the device had, and those that
+            were loaded for the request. Before version 3 the first had both.
+        connector_name: the tiers that had more of its prefix than the device: ``host``, ``disk`` or ``host+disk``.
+        load_choice: what was chosen for that part: load, compute, split, or "" if there was none, or no choice.
+        load_kv_async: whether it is copied to the device while the request waits or computes the tokens before.
+        load_seconds, compute_seconds: the reason: as of Choice, 0 if not known.
+    """
 
     step: int
     req_id: str
@@ -172,6 +182,11 @@ class PrefixCacheEvent(Line, frozen=True, kw_only=True, tag="prefix_cache_event"
     external_hit_tokens: int = 0
     total_prompt_tokens: int
     num_tokens: int
+    connector_name: str = ""
+    load_choice: str = ""
+    load_kv_async: bool = False
+    load_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 class NewRow(msgspec.Struct, array_like=True, frozen=True):

@@ -25,6 +25,7 @@ from quire.scheduler_proc.trace.translate import (
     snapshot_line,
     step_line,
     tick_line,
+    tier_blocks,
     worker_epoch_line,
 )
 
@@ -69,7 +70,7 @@ class TraceRecorder:
         self._log = decision_log
         self._reasons: list[Decision] = []
         self._last_number = 0
-        self._snapshot: Counts = (-1, -1, -1, -1, [])
+        self._snapshot: Counts = (-1, -1, -1, -1, [], {})
         self._last_snapshot = self._snapshot
 
     # ---- events
@@ -134,7 +135,8 @@ class TraceRecorder:
         table, pool = self._table, self._pool
         running, waiting = len(table.running) + len(table.leaving), len(table.waiting) + len(table.skipped_waiting)
         free, cached = pool.free_block_queue.num_free_blocks, pool.cached_block_hash_to_block.num_blocks
-        self._snapshot = (running, waiting, free, cached, self._scheduler.programs.pinned())
+        pinned, of_tiers = self._scheduler.programs.pinned(), tier_blocks(self._scheduler.kv.tiers)
+        self._snapshot = (running, waiting, free, cached, pinned, of_tiers)
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
         """Record the result of ``schedule()``: a diff, or None. Call ``note`` with its reasons first."""

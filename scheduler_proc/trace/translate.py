@@ -1,5 +1,6 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import msgspec
@@ -14,6 +15,7 @@ from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.kv.tiers import Tier
 from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import Hit
@@ -39,8 +41,8 @@ from quire.scheduler_proc.trace.lines import (
     WorkerEpoch,
 )
 
-Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]]]
-"""Running requests, waiting requests, free blocks, cached blocks, and (job id, blocks) of each pin."""
+Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]], dict[str, tuple[int, int, int]]]
+"""Running requests, waiting requests, free blocks, cached blocks, (job id, blocks) of each pin, and ``tier_blocks``."""
 ANY_GRAMMAR = StructuredOutputs(json_object=True)
 """Replaces every constraint: a replay only needs to know that the output is constrained."""
 
@@ -216,7 +218,7 @@ def result_line(
 
 
 def snapshot_line(now: float, step: int, counts: Counts, num_blocks: int) -> StepSnapshot:
-    running, waiting, free, cached, pinned = counts
+    running, waiting, free, cached, pinned, of_tiers = counts
     return StepSnapshot(
         step=step,
         now=now,
@@ -228,16 +230,31 @@ def snapshot_line(now: float, step: int, counts: Counts, num_blocks: int) -> Ste
         num_pinned=len(pinned),
         pinned_blocks=[num_pinned for _, num_pinned in pinned],
         pinned_job_ids=[job_id for job_id, _ in pinned],
+        tiers=of_tiers,
     )
 
 
+def tier_blocks(tiers: Iterable[Tier]) -> dict[str, tuple[int, int, int]]:
+    """Return the pages of each tier: free, all, and with content."""
+    pools = {tier.name: tier.pages for tier in tiers}
+    return {name: (p.num_free_blocks, p.num_usable_blocks, p.num_cached_blocks) for name, p in pools.items()}
+
+
 def hit_line(step: int, hit: Hit) -> PrefixCacheEvent:
+    choice = hit.choice
     return PrefixCacheEvent(
         step=step,
         req_id=hit.request_id,
-        local_hit_tokens=hit.num_hit_tokens,
+        job_id=hit.job_id,
+        local_hit_tokens=hit.num_hit_tokens - hit.num_loaded_tokens,
+        external_hit_tokens=hit.num_loaded_tokens,
         total_prompt_tokens=hit.num_prompt_tokens,
         num_tokens=hit.num_tokens,
+        connector_name="+".join(choice.found.pages),
+        load_choice=choice.kind,
+        load_kv_async=choice.kind in ("load", "split"),
+        load_seconds=float(f"{choice.load_seconds:.3g}"),
+        compute_seconds=float(f"{choice.compute_seconds:.3g}"),
     )
 
 

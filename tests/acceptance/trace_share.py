@@ -46,7 +46,7 @@ class _Count:
     def found(self, line: PrefixCacheEvent) -> None:
         share = self.shares.get(line.req_id)
         if share is not None and share.waited is None:
-            share.cached_tokens = line.local_hit_tokens
+            share.cached_tokens = line.local_hit_tokens + line.external_hit_tokens
 
     def decided(self, line: StepDecision) -> None:
         self.step += 1

@@ -1,7 +1,7 @@
 """Exact replay: feed the recorded events to a new Scheduler and compare every decision, field by field."""
 
 from collections.abc import Iterable
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import msgspec
 
@@ -46,7 +46,7 @@ from quire.scheduler_proc.trace.lines import (
     Tick,
     WorkerEpoch,
 )
-from quire.scheduler_proc.trace.translate import decision_line, reasons_of
+from quire.scheduler_proc.trace.translate import decision_line, hit_line, reasons_of, tier_blocks
 
 MAX_BLOCKS = 2**26
 IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
@@ -349,24 +349,19 @@ class _Replay:
         """Compare the admissions of a step; each is recorded in a line before the decision."""
         if not self._admissions and not self._decision_log.hits:
             return
-        recorded = [_hit(each.line) for each in self._admissions]
-        decided = [
-            (h.request_id, step, h.num_hit_tokens, h.num_prompt_tokens, h.num_tokens) for h in self._decision_log.hits
-        ]
+        version = self._header.version
+        recorded = [_admission(each.line, version) for each in self._admissions]
+        decided = [_admission(hit_line(step, hit), version) for hit in self._decision_log.hits]
         if recorded != decided:
             at = first_index(recorded, decided)
             name = recorded[at][0] if at < len(recorded) else decided[at][0]
-            raise Differs(
-                "admissions",
-                recorded[at] if at < len(recorded) else NOTHING,
-                decided[at] if at < len(decided) else NOTHING,
-                name,
-            )
+            was, now = (side[at] if at < len(side) else NOTHING for side in (recorded, decided))
+            raise Differs("admissions", was, now, name)
         self._admissions.clear()
 
     def _compare_snapshot(self, line: StepSnapshot) -> None:
         table, pool = self.scheduler.table, self.scheduler.kv.pool
-        now = {
+        now: dict[str, object] = {
             "step": self._step + 1,
             "running": len(table.running) + len(table.leaving),
             "waiting": table.num_waiting,
@@ -375,6 +370,7 @@ class _Replay:
             "gpu_cached_blocks": pool.num_cached_blocks,
             "num_pinned": len(self.scheduler.kv.pins),
         }
+        now |= {"tiers": tier_blocks(self.scheduler.kv.tiers)} if self._header.version > 2 else {}
         for field, decided in now.items():
             compare(field, getattr(line, field), decided)
 
@@ -394,7 +390,11 @@ class _Replay:
         return "" if request is None else request.request_id
 
 
-def _hit(line: AnyLine) -> tuple[str, int, int, int, int]:
+def _admission(line: AnyLine, version: int) -> tuple[Any, ...]:
+    """Return what is compared of an admission, its name first; before version 3 it had no parts of tiers."""
     assert isinstance(line, PrefixCacheEvent)
-    local = line.local_hit_tokens + line.external_hit_tokens  # Quire itself records only local hits
-    return line.req_id, line.step, local, line.total_prompt_tokens, line.num_tokens
+    hits, known = (line.local_hit_tokens, line.external_hit_tokens), (line.total_prompt_tokens, line.num_tokens)
+    if version < 3:
+        return line.req_id, line.step, sum(hits), *known
+    expected = line.load_choice, line.load_kv_async, line.load_seconds, line.compute_seconds
+    return line.req_id, line.step, *hits, *known, line.job_id, line.connector_name, *expected

@@ -168,7 +168,7 @@ def read_header(file: Path) -> Header:
     if first.kind != "header" or first.format != lines.FORMAT:
         kind = f"format {first.format[:40]!r}" if first.format else "no format"
         raise ConfigError(f"{file}:1: not the header of a Quire trace ({kind})")
-    if first.version not in (version_1.VERSION, lines.VERSION):
+    if not version_1.VERSION <= first.version <= lines.VERSION:
         raise ConfigError(
             f"{file} has version {first.version} of the trace format; this Quire reads versions 1 to {lines.VERSION}"
         )

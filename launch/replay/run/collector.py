@@ -125,6 +125,7 @@ class RunCollector:
             for hit in self._decision_log.hits:
                 if (run := self._by_handle.get(hit.handle)) is not None:  # a beam has none
                     self._admit(now, run, hit.num_hit_tokens)
+                    run.num_loaded_tokens += hit.num_loaded_tokens
             self._decision_log.hits.clear()
         self._note_decisions(now)
         self._in_flight[step] = self._step_state(shape.num_tokens, shape.num_decodes)

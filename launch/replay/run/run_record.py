@@ -26,6 +26,7 @@ class RequestRun:
     Attributes:
         scheduled: time of the first admission.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        num_loaded_tokens: tokens that were loaded for it from host memory or disk.
         num_recomputed_tokens: positions computed before a preemption that were no prefix cache hits after it.
         finish: finish reason as in the OpenAI API (stop, length, abort, error), or rejected; empty if unfinished.
         finish_detail: why the request was rejected or failed.
@@ -43,6 +44,7 @@ class RequestRun:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_loaded_tokens: int = 0
     finish: str = ""
     finish_detail: str = ""
     moments: list[Moment] = field(default_factory=list)

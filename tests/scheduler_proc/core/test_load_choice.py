@@ -4,16 +4,19 @@ from itertools import product
 
 import msgspec
 import pytest
+from lines_in_memory import numbered
 from load_choices import FOUND, FRONT, PROMPT, compute_front, engine_with_prefix, learned, split
 from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 
+from quire.launch.replay.recorded.exact import replay_lines
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
 from quire.scheduler_proc.costs.costs import FULL_PAGES, PROBE_INTERVAL, CostState
 from quire.scheduler_proc.requests.events import LoadLate
 from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.trace.lines import PrefixCacheEvent, StepSnapshot
 
 WINDOW = KVLayout([KVGroup("sliding_window", 4, [0, 1], 30)], num_kv_heads=1, head_dim=4, dtype="float32")
 
@@ -40,11 +43,57 @@ def test_the_faster_way_is_chosen(per_page: float, kind: str) -> None:
     assert cached == {"load": FOUND, "split": FOUND - FRONT, "compute": 0}[kind], "the rest was computed"
     decided = [d for d in engine.scheduler.decisions.take() if d.kind == "choose" or d.reason == WaitReason.LOADING]
     expected = {
-        "load": ["100 tokens from host"],
+        "load": ["100 tokens from host; loading would take 0.0013 s, computing 0.1 s"],
         "split": ["loading would take 0.1 s, computing 0.1 s"],
         "compute": ["loading would take 25 s, computing 0.1 s"],
     }
     assert [d.detail for d in decided] == expected[kind]
+
+
+@pytest.mark.parametrize(
+    ("per_page", "admissions"),
+    [
+        (1e-5, [("load", True, 0, FOUND, 0.00126)]),
+        (4e-3, [("split", True, 0, 0, 0.1), ("split", True, FRONT, FOUND - FRONT, 0.1)]),
+        (1.0, [("compute", False, 0, 0, 25.0)]),
+    ],
+)
+def test_the_trace_says_what_was_loaded_for_an_admission_and_why(
+    per_page: float, admissions: list[tuple[str, bool, int, int, float]]
+) -> None:
+    engine = engine_with_prefix(per_page)
+    engine.add("again", PROMPT, max_tokens=4, job_id="job")
+    complete(engine)
+    lines = engine.lines()
+    hits = [line for line in lines if isinstance(line, PrefixCacheEvent) and line.req_id == "again"]
+    found = [
+        (hit.load_choice, hit.load_kv_async, hit.local_hit_tokens, hit.external_hit_tokens, hit.load_seconds)
+        for hit in hits
+    ]
+    assert [(*parts, pytest.approx(seconds, rel=0.1)) for *parts, seconds in admissions] == found
+    assert {(hit.job_id, hit.connector_name) for hit in hits} == {("job", "host")} and hits[0].compute_seconds > 0
+    snapshots = [line for line in lines if isinstance(line, StepSnapshot)]
+    free, total, cached = snapshots[-1].tiers["host"]
+    assert (total, len(snapshots[-1].tiers)) == (128, 1) and 0 < free <= total and 0 < cached <= total
+
+
+def test_traces_before_version_3_have_both_parts_of_a_hit_in_one_number() -> None:
+    engine = engine_with_prefix(1e-5)
+    engine.add("again", PROMPT, max_tokens=4)
+    complete(engine)
+    header, *lines = engine.lines()
+    at = next(i for i, line in enumerate(lines) if isinstance(line, PrefixCacheEvent) and line.external_hit_tokens)
+    old = PrefixCacheEvent(
+        step=lines[at].step,
+        req_id="again",
+        local_hit_tokens=FOUND,
+        total_prompt_tokens=len(PROMPT),
+        num_tokens=len(PROMPT),
+    )
+    for version, is_equal in ((2, True), (3, False)):
+        first = msgspec.structs.replace(header, version=version, crc=None)
+        difference = replay_lines(numbered([first, *lines[:at], old, *lines[at + 1 :]]))
+        assert (difference is None) == is_equal, difference
 
 
 def test_nothing_is_split_if_the_blocks_of_a_prefix_depend_on_each_other() -> None:

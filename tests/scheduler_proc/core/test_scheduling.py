@@ -5,6 +5,7 @@ import pytest
 from scheduler_driver import Driver, change, expected_tokens
 
 from quire.protocol.wire.worker_messages import SchedulerOutput
+from quire.scheduler_proc.core.step import StepPlan
 
 
 def prompt_of(n: int, first: int = 0) -> list[int]:
@@ -50,6 +51,23 @@ def test_no_step_computes_more_tokens_than_the_budget(budget: int) -> None:
     steps = steps_until_done(driver)
     assert max(sum(step.values()) for step in steps) == budget
     assert max(len(step) for step in steps) <= 4
+
+
+def test_a_step_never_has_more_requests_than_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of requests that do not run, as after a wrong withdrawal, end the engine before the workers get them."""
+    driver = Driver()
+    driver.add("a", prompt_of(3), max_tokens=2)
+    planner = driver.scheduler.planner
+    plan_of = planner.plan
+
+    def plan(step: int, pause: str) -> StepPlan:
+        made = plan_of(step, pause)
+        made.rows |= {1000 + handle: row for handle, row in made.rows.items()}
+        return made
+
+    monkeypatch.setattr(planner, "plan", plan)
+    with pytest.raises(AssertionError, match="2 requests in a step while 1 run"):
+        driver.schedule()
 
 
 def test_long_prompt_is_spread_over_steps() -> None:

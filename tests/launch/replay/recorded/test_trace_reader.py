@@ -147,7 +147,7 @@ def test_rejects_folder_with_two_traces_or_none(tmp_path: Path) -> None:
         (b'{"kind":"header","format":"other","version":1}\n', "format 'other'"),
         (
             b'{"kind":"header","format":"quire-trace","version":9}\n',
-            "has version 9 of the trace format; .* versions 1 to 2",
+            "has version 9 of the trace format; .* versions 1 to 3",
         ),
         (b'{"kind":"header","format":"quire-trace","version":1}\n', "1: the line is damaged: .*missing required field"),
         (b"\x1f\x8b\x00", "damaged or cut short"),

@@ -10,7 +10,7 @@ import pytest
 from quire.launch.replay.recorded.command import replay_trace
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.launch.replay.recorded.version_1 import upgrade
-from quire.scheduler_proc.trace.lines import VERSION, Arrival, WorkerEpoch
+from quire.scheduler_proc.trace.lines import Arrival, WorkerEpoch
 
 RECORDED = Path(__file__).parents[3] / "data/trace_version_1.jsonl.gz"
 
@@ -32,7 +32,7 @@ def test_a_recorded_trace_replays_exactly(tmp_path: Path) -> None:
 def test_renamed_fields_keep_their_values() -> None:
     lines = lines_of(RECORDED)
     epochs = [line for line in lines if isinstance(line, WorkerEpoch)]
-    assert lines[0].version == VERSION and [a.resubmitted for a in lines if isinstance(a, Arrival)].count(True) == 1
+    assert lines[0].version == 2 and [a.resubmitted for a in lines if isinstance(a, Arrival)].count(True) == 1
     old = [json.loads(line) for line in gzip.decompress(RECORDED.read_bytes()).splitlines()]
     expected = [(e.get("halved", False), e.get("fresh", False)) for e in old if e["kind"] == "epoch"]
     assert [(e.budget_halved, e.new_workers) for e in epochs] == expected
