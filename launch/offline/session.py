@@ -6,7 +6,7 @@ from quire.launch.frontend.job import Job
 from quire.launch.offline.calls import Calls
 from quire.launch.offline.prompt_input import PromptInput
 from quire.launch.offline.request_output import RequestOutput
-from quire.launch.sessions.chat_piece import check_kind, encode_chat_piece
+from quire.launch.sessions.chat_piece import check_kind, encode_chat_piece, whole_prompt
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece
 from quire.launch.text.messages import check_messages
 from quire.launch.text.prompts import Prompt, check_template_variables
@@ -110,7 +110,7 @@ class OfflineSession:
             raise InvalidRequest(f"{name} cannot be used with a session, to which one answer is added", name)
         ids = [] if prompt is None else prompt.token_ids.tolist()
         with Piece(self._name, session, ids, self._limits.max_model_len, end=end) as piece:
-            whole = Prompt(piece.token_ids, end="" if prompt is None else prompt.end)
+            whole = whole_prompt(piece, prompt, is_chat=end != TEXT)
             params = params if has_answer else PROMPT_ONLY
             (output,) = self._calls.run([whole], params, None, False, None, None, [self._job])
             (answer,) = output.outputs

@@ -1,9 +1,11 @@
 """Messages that continue the chat of a session, as tokens."""
 
-from quire.launch.sessions.open_session import ANSWER, TEXT, OpenSession
+from dataclasses import replace
+
+from quire.launch.sessions.open_session import ANSWER, TEXT, OpenSession, Piece
 from quire.launch.text.chat_template import Message
 from quire.launch.text.continuation import encode_continuation
-from quire.launch.text.prompts import ModelLimits, Prompt, encode_messages
+from quire.launch.text.prompts import ModelLimits, Prompt, encode_messages, moved
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 
@@ -30,3 +32,15 @@ def encode_chat_piece(
     is_answered = session.end == ANSWER
     role, answered_with = ("assistant", int(session.token_ids[-1])) if is_answered else (session.end, None)
     return encode_continuation(messages, role, answered_with, options, text_in, limits)
+
+
+def whole_prompt(piece: Piece, prompt: Prompt | None, *, is_chat: bool) -> Prompt:
+    """Return the prompt of a piece's request: all tokens so far, and those of ``prompt``, which is the piece alone.
+
+    Only what the template writes for this piece opens a thought.
+    """
+    if prompt is None:
+        return Prompt(piece.token_ids)
+    num_before = len(piece.token_ids) - len(prompt.token_ids)
+    plain = moved(prompt.plain_spans, num_before) if is_chat else ()
+    return replace(prompt, token_ids=piece.token_ids, text=None, plain_spans=plain)

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 
 from quire.launch.sessions.open_session import OpenSession
@@ -16,7 +17,8 @@ PREFIX = "sess"
 class SessionStore:
     """Owns the sessions of one front end. An id has the number of its front end, so that the others know it.
 
-    ``num_bytes``: bytes of the tokens of all sessions.
+    One tenant may have all of them. When they are full, the tenant with the most loses its oldest idle ones to a tenant
+    with fewer, so that no client can use up the sessions of all others.
     """
 
     def __init__(
@@ -33,12 +35,20 @@ class SessionStore:
             index: number of this front end.
         """
         self.timeout_s = timeout_s
-        self.num_bytes = 0
         self._max_sessions = max_sessions
         self._index = index
         self._now = now
         # In the order of their last use. A dictionary takes a third of the memory of an OrderedDict.
         self._sessions: dict[str, OpenSession] = {}
+        self._counts: Counter[int] = Counter()
+        """Sessions by tenant."""
+        self._bytes: Counter[int] = Counter()
+        """Bytes of tokens by tenant."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tokens of all sessions."""
+        return self._bytes.total()
 
     @property
     def num_open(self) -> int:
@@ -55,11 +65,12 @@ class SessionStore:
             InvalidRequest: too_many_sessions.
         """
         self.expire()
-        if len(self._sessions) >= self._max_sessions:
+        if len(self._sessions) >= self._max_sessions and not self._end_one_of_largest(self._counts, tenant, 1):
             text = f"{len(self._sessions)} sessions are open, and --max-sessions is {self._max_sessions}: end one, or "
             raise InvalidRequest(f"{text}retry later", "session", "too_many_sessions")
         session_id = f"{PREFIX}_{self._index}_{uuid.uuid4().hex}"
         self._sessions[session_id] = OpenSession(tenant, self._now())
+        self._counts[tenant] += 1
         return session_id
 
     def get(self, tenant: int, session_id: str) -> OpenSession:
@@ -80,11 +91,27 @@ class SessionStore:
         self._touch(session_id)
         return session
 
-    def require_room(self) -> None:
+    def require_room(self, tenant: int) -> None:
         """Raise InvalidRequest (too_many_sessions) if the tokens of all sessions have reached MAX_BYTES."""
-        if self.num_bytes >= MAX_BYTES:
-            text = f"the tokens of all open sessions have {self.num_bytes} bytes (limit {MAX_BYTES}): end one, or retry"
-            raise InvalidRequest(f"{text} later", "session", "too_many_sessions")
+        while self.num_bytes >= MAX_BYTES:
+            if not self._end_one_of_largest(self._bytes, tenant, 0):
+                text = f"the tokens of all open sessions have {self.num_bytes} bytes (limit {MAX_BYTES}): end one, or "
+                raise InvalidRequest(f"{text}retry later", "session", "too_many_sessions")
+
+    def _end_one_of_largest(self, held: Counter[int], tenant: int, wanted: int) -> bool:
+        """End the session that has been idle for longest, of the tenant that holds the most.
+
+        Return False if ``tenant`` would hold as much as that one with ``wanted`` more, or none of them is idle.
+        """
+        largest = max(held, key=held.__getitem__, default=tenant)
+        if held[tenant] + wanted >= held[largest]:
+            return False
+        for session_id, session in self._sessions.items():
+            counts = held is self._counts or session.tokens
+            if session.tenant == largest and counts and not session.is_busy:
+                self._drop(session_id)
+                return True
+        return False
 
     def piece_ended(self, session_id: str, num_bytes: int | None, *, close: bool) -> None:
         """Count a piece that is no longer in flight.
@@ -95,7 +122,7 @@ class SessionStore:
         """
         if session_id not in self._sessions:
             return
-        self.num_bytes += num_bytes or 0
+        self._bytes[self._sessions[session_id].tenant] += num_bytes or 0
         self._touch(session_id)
         if close and num_bytes is not None:
             self._drop(session_id)
@@ -128,7 +155,9 @@ class SessionStore:
         self._sessions[session_id] = session
 
     def _drop(self, session_id: str) -> None:
-        self.num_bytes -= len(self._sessions.pop(session_id).tokens)
+        session = self._sessions.pop(session_id)
+        self._counts[session.tenant] -= 1
+        self._bytes[session.tenant] -= len(session.tokens)
 
 
 def front_end_of(session_id: str) -> int | None:
@@ -139,5 +168,6 @@ def front_end_of(session_id: str) -> int | None:
 
 
 def not_found(session_id: str) -> InvalidRequest:
-    text = f"session {printable(session_id)} not found: it has ended, or was idle for too long. Open another one, and "
-    return InvalidRequest(f"{text}send the whole input as its first piece", "session", "session_not_found")
+    text = f"session {printable(session_id)} not found: it has ended, was idle for too long, or made room for another "
+    text += "client's. Open another one, and send the whole input as its first piece"
+    return InvalidRequest(text, "session", "session_not_found")

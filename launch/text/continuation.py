@@ -7,9 +7,8 @@ may split a text otherwise than the model did.
 from dataclasses import replace
 
 from quire.launch.text.chat_template import Message
-from quire.launch.text.control_text import written_end
 from quire.launch.text.message_form import INSTRUCTIONS
-from quire.launch.text.prompts import ModelLimits, Prompt, prompt_from_ids
+from quire.launch.text.prompts import ModelLimits, Prompt, conversation_prompt, moved
 from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.arrays import Int32
@@ -59,11 +58,11 @@ def encode_continuation(
     if not found or not is_kept:
         text = "this model's chat template does not write earlier turns as they are: send whole conversations, without "
         raise InvalidRequest(f"{text}session", "session", "unsupported")
-    ids = text_in.encode_rendered(rest)
+    ids, plain = text_in.encode_marked(rest)
     if ids and ids[0] == answered_with and answered_with in text_in.special_tokens:
         del ids[0]
-    prompt = prompt_from_ids(ids, limits, "messages")
-    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "")
+        plain = moved(plain, -1)
+    return conversation_prompt(ids, plain, rendered, options, limits)
 
 
 def encode_extended(
@@ -73,8 +72,8 @@ def encode_extended(
     rendered = text_in.render_chat(messages, options, limits.max_model_len)
     known = text_in.decode(so_far.tolist(), skip_special_tokens=False)
     if known and rendered.startswith(known):
-        ids = [*so_far.tolist(), *text_in.encode_rendered(rendered[len(known) :])]
+        ids, plain = text_in.encode_marked(rendered[len(known) :])
+        ids, plain = [*so_far.tolist(), *ids], moved(plain, len(so_far))
     else:
-        ids = text_in.encode_rendered(rendered)
-    prompt = prompt_from_ids(ids, limits, "messages")
-    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "")
+        ids, plain = text_in.encode_marked(rendered)
+    return conversation_prompt(ids, plain, rendered, options, limits)

@@ -29,6 +29,9 @@ MAX_ANSWER_LOGPROBS = 2**25
 # Routed experts are kept until the answer is complete: about 800 bytes for a token of 48 layers with 8 experts each.
 MAX_ROUTED_TOKENS = 2**22
 
+Spans = ListLike[tuple[int, int]]
+"""Ranges of tokens, each from its first one to before its last."""
+
 
 class ModelLimits(Protocol):
     """The two numbers of a model that bound a request. An EngineClient implements this."""
@@ -52,6 +55,7 @@ class Prompt:
             0: it does not, or the prompt is one text.
         until: makes a function of one answer, which returns whether the answer is complete with the text it is given.
         thoughts: makes what finds the thoughts of one answer, on which stop strings do not act; None: it has none.
+        plain_spans: ranges of tokens in which no thinking marker counts.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -61,6 +65,7 @@ class Prompt:
     until: Callable[[], Callable[[str], bool]] | None = None
     second_text: int = 0
     thoughts: Callable[[], Thoughts] | None = None
+    plain_spans: Spans = ()
 
 
 def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:
@@ -113,8 +118,21 @@ def encode_prompt(
 def encode_messages(messages: list[Message], options: ChatOptions, text_in: TextIn, limits: ModelLimits) -> Prompt:
     """Encode a conversation with the chat template. ``messages``: the result of ``check_messages``."""
     rendered = text_in.render_chat(messages, options, limits.max_model_len)
-    prompt = prompt_from_ids(text_in.encode_rendered(rendered), limits, "messages")
-    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "")
+    return conversation_prompt(*text_in.encode_marked(rendered), rendered, options, limits)
+
+
+def conversation_prompt(
+    ids: list[int], plain: Spans, rendered: str, options: ChatOptions, limits: ModelLimits
+) -> Prompt:
+    """Return the prompt of a rendered conversation with these tokens. ``plain``: its ``plain_spans``."""
+    prompt = prompt_from_ids(ids, limits, "messages")
+    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "", plain_spans=plain)
+
+
+def moved(spans: Spans, offset: int) -> list[tuple[int, int]]:
+    """Return ranges of tokens behind ``offset`` others; these are a range, too, unless there are none."""
+    before = [(0, offset)] if offset > 0 else []
+    return before + [(begin + offset, end + offset) for begin, end in spans]
 
 
 def prompt_from_ids(ids: list[int], limits: ModelLimits, param: str = "prompt", text: str | None = None) -> Prompt:
@@ -204,7 +222,8 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
             "max_tokens",
             "context_length_exceeded",
         )
-    return msgspec.structs.replace(params, n=1, stop=[], seed=None, max_tokens=min(wanted, room))
+    plain = [list(span) for span in prompt.plain_spans]
+    return msgspec.structs.replace(params, n=1, stop=[], seed=None, max_tokens=min(wanted, room), plain_spans=plain)
 
 
 def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n: int) -> None:

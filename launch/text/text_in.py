@@ -91,7 +91,7 @@ class TextIn:
         written = "" if template is None else template.source
         tags = {token.content for token in added.values() if _is_tag(token.content) and token.content in written}
         self.protect(self._special_texts | tags)
-        self._end_of_thoughts = ""  # the markers are not among these
+        self._markers: list[str] = []  # they are not among these
         if self._special_texts:
             self._plain = Tokenizer.from_str(tokenizer.to_str())
             self._plain.encode_special_tokens = True
@@ -133,7 +133,7 @@ class TextIn:
     def protect(self, texts: Iterable[str]) -> None:
         """Make texts plain text in a request's conversation. Two texts are the markers of thinking."""
         texts = [text for text in texts if text]
-        self._end_of_thoughts = texts[1] if len(texts) == 2 else ""
+        self._markers = texts if len(texts) == 2 else []
         self._special_besides = special_pattern(self._control.difference(texts))
         self._control.update(texts)
         self._spelled.clear()
@@ -225,7 +225,7 @@ class TextIn:
         if self._special is None:
             return given
         marked: list[Any] = mark_special(given, self._special)
-        end = self._end_of_thoughts
+        end = self._markers[1] if self._markers else ""
         for message, made in zip(given[0], marked[0], strict=True):
             content = message.get("content") if message.get("role") == "assistant" else None
             if isinstance(content, str) and end and end in content:
@@ -271,21 +271,29 @@ class TextIn:
             length *= 4
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Encode text with marks around users' control tokens: marked parts as plain text, the rest as usual.
+        """Encode text with marks around users' control tokens: marked parts as plain text, the rest as usual."""
+        return self.encode_marked(text)[0]
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids as ``encode_rendered``, and the ranges of those that are text of a thinking marker.
 
         A template that splits strings can separate a pair of marks. A lone mark is removed, but still splits the text.
         """
         tokenizer = self._require_tokenizer("messages")
         if MARK_START not in text and MARK_END not in text:
-            return self._encode(tokenizer, text, False)
+            return self._encode(tokenizer, text, False), []
         ids: list[int] = []
+        spans: list[tuple[int, int]] = []
         for piece in re.split(f"({MARK_START}[^{MARK_START}{MARK_END}]*{MARK_END})", text):
             if piece.startswith(MARK_START) and piece.endswith(MARK_END):
+                begin = len(ids)
                 ids += self._encode_spelled(tokenizer, piece[1:-1])
+                if piece[1:-1] in self._markers:
+                    spans.append((begin, len(ids)))
                 continue
             for part in re.split(f"[{MARK_START}{MARK_END}]", piece):
                 ids += self._encode(tokenizer, part, False) if part else []
-        return ids
+        return ids, spans
 
     def _encode_spelled(self, tokenizer: Tokenizer, text: str) -> list[int]:
         """Return the ids of a control token's text that are not the control token's."""

@@ -86,6 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return_routed_experts: report the experts to which each position was routed; the engine must keep them.
         skip_special_tokens: leave special tokens out of the text.
         skip_reading_prefix_cache: compute the whole prompt, also what is cached of it.
+        plain_spans: ranges of the prompt's tokens, which front ends set: text of a conversation in which no thinking
+            marker counts, because the chat template has not written it.
 
     Raises:
         InvalidRequest: a value has a wrong type or is out of range; the text names the field and the range.
@@ -123,6 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     early_stopping: bool | str = False
     return_routed_experts: bool = False
     skip_reading_prefix_cache: bool = False
+    plain_spans: list[list[int]] = []
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -195,6 +198,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.bad_words_token_ids, list) or len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
             allowed = f"a list of at most {2 * MAX_BAD_WORDS} lists of token ids"
             raise _wrong_entries("bad_words_token_ids", allowed, self.bad_words_token_ids)
+        if not isinstance(self.plain_spans, list):
+            raise _wrong_entries("plain_spans", "a list of pairs of integers", self.plain_spans)
+        set_field(self, "plain_spans", [check_ids("plain_spans", span, 2, 2) for span in self.plain_spans])
         words = [check_ids("bad_words_token_ids", ids, 1, MAX_BAD_WORD_LENGTH) for ids in self.bad_words_token_ids]
         set_field(self, "bad_words_token_ids", words)
 

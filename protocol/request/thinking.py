@@ -6,6 +6,11 @@ forces the end marker, and the scheduler applies grammars only after it.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+_NO_TOKEN = -1
+
 
 class Marker:
     """A marker of one or more tokens, matched incrementally at the end of a text (Knuth, Morris, Pratt, 1977)."""
@@ -51,6 +56,17 @@ class Marker:
                     return len(text) - at - len(wanted)
         except ValueError:
             return -1
+
+
+def without_plain(prompt: npt.ArrayLike, spans: Iterable[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Return the prompt for a search for markers: without the tokens of ``SamplingParams.plain_spans``.
+
+    A vocabulary may have one spelling only of a marker, so that its tokens do not show that it is text of a user.
+    """
+    searched = np.array(prompt, np.int32)
+    for begin, end in spans:
+        searched[max(begin, 0) : max(end, 0)] = _NO_TOKEN
+    return searched
 
 
 class ThinkingState:

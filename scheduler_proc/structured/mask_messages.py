@@ -18,7 +18,7 @@ class Begin(msgspec.Struct, frozen=True, tag=2):
     """Begin an output of a prepared grammar.
 
     Attributes:
-        prompt: int32 token ids, if the model has thinking markers; otherwise empty.
+        prompt: int32 token ids to search for thinking markers, if the model has any; otherwise empty.
         expects_thought: the request has a thinking budget.
     """
 

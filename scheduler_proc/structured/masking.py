@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.request.thinking import without_plain
 from quire.protocol.wire.worker_messages import SampleInputs
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.events import Fail, Hold, Release
@@ -305,7 +306,8 @@ class Masking:
         helper.prepare(output.grammar)
         prompt = b""
         if self._config.thinking_start_token_ids and self._config.thinking_end_token_ids:
-            prompt = request.tokens.array()[: request.num_prompt_tokens].tobytes()
+            tokens = request.tokens.array()[: request.num_prompt_tokens]
+            prompt = without_plain(tokens, request.sampling.plain_spans).tobytes()
         expects_thought = request.sampling.thinking_token_budget is not None
         helper.send(Begin(output.number, output.grammar.number, prompt, expects_thought))
         output.num_sent = request.num_prompt_tokens

@@ -7,7 +7,7 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.request.thinking import ThinkingState
+from quire.protocol.request.thinking import ThinkingState, without_plain
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.builtin.base import NO_INTS, RowProcessor, find
@@ -85,7 +85,8 @@ class ThinkingBudget(RowProcessor[Budget]):
     def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Budget | None:
         if params.thinking_token_budget is None or not (self._start and self._end):
             return None
-        return Budget(params.thinking_token_budget, ThinkingState(self._start, self._end, prompt), output)
+        searched = without_plain(prompt, params.plain_spans).tolist()
+        return Budget(params.thinking_token_budget, ThinkingState(self._start, self._end, searched), output)
 
     def _rows_changed(self) -> None:
         self._rows = np.fromiter(self._states, np.int64, len(self._states))

@@ -175,7 +175,7 @@ async def _encode(
     prompt = await server.conversations.run(size, options, encode)
     use, thinking, answers = request.tool_use, server.settings.thinking, server.settings.answer_format
     if use is not None:
-        end = thinking.end_before_answer(prompt.token_ids, request.params)
+        end = thinking.end_before_answer(prompt, request.params)
         # The marker is searched for in the text, and may be a special token.
         if end:
             thoughts = partial(Thoughts, marker_format(thinking.start_text, end), thinking.start_text)

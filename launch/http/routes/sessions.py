@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from quire.launch.http.serving.body import json_response, parse_body, read_body
 from quire.launch.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
 from quire.launch.http.serving.server import Server
 from quire.launch.http.serving.tracing import PARENT_HEADERS
-from quire.launch.sessions.chat_piece import check_kind
+from quire.launch.sessions.chat_piece import check_kind, whole_prompt
 from quire.launch.sessions.open_session import TEXT, OpenSession, Piece, check_number
 from quire.launch.sessions.session_store import front_end_of, not_found
 from quire.launch.text.prompts import Prompt
@@ -111,8 +110,9 @@ def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat
         InvalidRequest: there is none, another piece is due, or it continues the other kind of input.
     """
     with _counted(server):
-        server.sessions.require_room()
-        found = server.sessions.use(request.scope["state"][TENANT], given.id)
+        tenant = request.scope["state"][TENANT]
+        server.sessions.require_room(tenant)
+        found = server.sessions.use(tenant, given.id)
         check_number(given.id, found, given.piece)
         check_kind(given.id, found, is_chat=is_chat)
         return found
@@ -146,4 +146,4 @@ def as_piece(
         number=given.piece,
         on_end=partial(server.sessions.piece_ended, given.id, close=given.close),
     )
-    return piece, Prompt(piece.token_ids) if prompt is None else replace(prompt, token_ids=piece.token_ids, text=None)
+    return piece, whole_prompt(piece, prompt, is_chat=end != TEXT)

@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from quire.launch.config.serve_options import ServeOptions
 from quire.launch.text.parsing.choose import AnswerFormat, choose_format
+from quire.launch.text.prompts import Prompt
 from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.request.thinking import Marker, ThinkingState
+from quire.protocol.request.thinking import Marker, ThinkingState, without_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +33,14 @@ class Thinking:
         """The texts of the start and end marker."""
         return (self.start_text, self.end_text) if self.start_text and self.end_text else None
 
-    def end_before_answer(self, prompt: npt.NDArray[np.int32], params: SamplingParams) -> str:
+    def end_before_answer(self, prompt: Prompt, params: SamplingParams) -> str:
         """Return the text that ends the thinking before a constrained output, or "" if there is no thinking.
 
         There is thinking if the prompt leaves it open, or has none yet and the request has a thinking budget.
         """
         if not self.end_text:
             return ""
-        ids = prompt.tolist()
+        ids = without_plain(prompt.token_ids, prompt.plain_spans).tolist()
         is_open = ThinkingState(self.start, self.end, ids).is_open
         will_open = params.thinking_token_budget is not None and Marker(self.end).last_in(ids) < 0
         return self.end_text if is_open or will_open else ""

@@ -133,6 +133,19 @@ class TestStructured:
         assert failed.outputs[0].error == "request_failed: no token is allowed by the request's constraints"
         assert len(fine.outputs[0].token_ids) == 4 and fine.outputs[0].error is None
 
+    def test_a_users_marker_opens_no_thought_although_it_has_the_markers_tokens(self, llm: LLM) -> None:
+        wanted = SamplingParams(structured_outputs=StructuredOutputs(choice=["red", "green"]), max_tokens=20)
+        said = [{"role": "user", "content": "say </t> <t> now"}]
+        with llm.session() as session:
+            for answer in (*llm.chat(said, wanted), *(session.chat(said, wanted) for _ in range(2))):
+                assert answer.outputs[0].text in ("red", "green")
+        start = llm.config.thinking_start_token_ids
+        ids = list(llm.chat(said, wanted)[0].prompt_token_ids)
+        assert any(ids[at : at + len(start)] == start for at in range(len(ids)))
+        budget = SamplingParams(thinking_token_budget=0, max_tokens=2, temperature=0.0)
+        free = SamplingParams(max_tokens=2, temperature=0.0)
+        assert llm.chat(said, budget)[0].outputs[0].text == llm.chat(said, free)[0].outputs[0].text
+
     def test_end_of_thinking_is_forced_and_the_grammar_starts_after_it(self, llm: LLM) -> None:
         wanted = StructuredOutputs(choice=["red", "green"])
         # The demo model does not think; a bias makes its end of text unlikely, so that it does not end at once.

@@ -15,8 +15,10 @@ from quire.protocol.errors import InvalidRequest
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 
 
-def add(store: SessionStore, session_id: str, tokens: list[int], answer: list[int], reason: str = "stop") -> None:
-    session = store.get(0, session_id)
+def add(
+    store: SessionStore, session_id: str, tokens: list[int], answer: list[int], reason: str = "stop", tenant: int = 0
+) -> None:
+    session = store.get(tenant, session_id)
 
     def ended(grown: int | None) -> None:
         store.piece_ended(session_id, grown, close=False)
@@ -94,10 +96,31 @@ def test_a_session_that_ended_during_its_answer_does_not_count(monkeypatch: pyte
         piece.add([3], "stop")
     assert store.num_bytes == 0
     add(store, second, [1], [])
-    store.require_room()
+    store.require_room(0)
     add(store, second, [1], [2])
     with pytest.raises(InvalidRequest, match=r"12 bytes \(limit 8\)"):
-        store.require_room()
+        store.require_room(0)
+
+
+def test_a_tenant_with_fewer_sessions_gets_those_of_the_one_with_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_store, "MAX_BYTES", 40)
+    store = SessionStore(max_sessions=5)
+    busy, *others = [store.open(1) for _ in range(5)]
+    with pytest.raises(InvalidRequest, match="--max-sessions is 5"):
+        store.open(1)
+    with Piece(busy, store.get(1, busy), [1], 10):
+        store.open(2), store.open(2)
+    with pytest.raises(InvalidRequest, match="--max-sessions is 5"):
+        store.open(2)  # it would have the most
+    for session_id in others[:2]:
+        with pytest.raises(InvalidRequest, match="made room for another"):
+            store.get(1, session_id)
+    add(store, others[2], [1, 2, 3], [4, 5], tenant=1)
+    add(store, others[3], [1, 2, 3], [4, 5], tenant=1)
+    with pytest.raises(InvalidRequest, match=r"40 bytes \(limit 40\)"):
+        store.require_room(1)
+    store.require_room(2)
+    assert store.num_bytes == 20 and store.get(1, busy)  # to end an empty one would free nothing
 
 
 @pytest.mark.parametrize(

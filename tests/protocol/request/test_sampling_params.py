@@ -46,6 +46,7 @@ GOOD: dict[str, list[Any]] = {
     "length_penalty": [1, 1.0],
     "early_stopping": [False],
     "skip_reading_prefix_cache": [True, False],
+    "plain_spans": [[], [[0, 2**31 - 1], [5, 5]]],
 }
 BAD: dict[str, tuple[list[Any], str]] = {
     "n": ([0, -1, 129, 10**6, 2**63, *NOT_INTEGERS], "n must be an integer from 1 to 128"),
@@ -101,6 +102,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "length_penalty": ([10.5, -11, *NOT_NUMBERS], "length_penalty must be a number from -10 to 10"),
     "early_stopping": ([1, None, "always"], 'early_stopping must be true, false or "never"'),
     "skip_reading_prefix_cache": ([1, "yes", None], "skip_reading_prefix_cache must be true or false"),
+    "plain_spans": ([None, 1, [1], [[1]], [[1, 2, 3]], [[-1, 2]], [[0, "x"]]], "plain_spans must be a list of"),
 }
 BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
     "beam_width": ([0, 65, -1, *NOT_INTEGERS], "beam_width with use_beam_search must be an integer from 1 to 64"),
