@@ -107,6 +107,7 @@ class Batch:
         self._text_in = text_in
         self._token_texts = token_texts
         self._requests = requests
+        self._fitted = [fit_params(each.params, each.prompt, engine, clamp=True) for each in requests]
         self._on_text = on_text
         self._max_queued = engine.config.max_num_queued_reqs or MAX_SUBMITTED
         self._touched: deque[str] = deque()
@@ -161,15 +162,15 @@ class Batch:
     def _start(self, order: int, prompt: int, index: int) -> None:
         engine, request = self._engine, self._requests[prompt]
         request_id = f"{request.name}-{index}"
-        params = request.params
+        params, fitted = request.params, self._fitted[prompt]
         if index and params.prompt_logprobs is not None:
             # Only a prompt's first answer computes these, so that the other answers can hit the prefix cache.
-            params = msgspec.structs.replace(params, prompt_logprobs=None)
+            params, fitted = (msgspec.structs.replace(each, prompt_logprobs=None) for each in (params, fitted))
         is_last = request.job.is_last_step and all(other != prompt for _, other, _ in self._to_submit)
         added = AddRequest(
             request_id,
             request.prompt.token_ids,
-            fit_params(params, request.prompt, engine, clamp=True),
+            fitted,
             seed_for_sample(self._seeds[prompt], index),
             priority=request.priority,
             arrival=time.monotonic(),

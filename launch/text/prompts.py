@@ -143,12 +143,12 @@ def prompt_from_ids(ids: list[int], limits: ModelLimits, param: str = "prompt", 
         text: the text that the ids were encoded from, or None for a prompt given as ids.
 
     Raises:
-        InvalidRequest: the list is empty, has more ids than the context has room for besides one output token, or has
-            an id outside the vocabulary.
+        InvalidRequest: the list is empty, has more ids than the context has room for, or has an id outside the
+            vocabulary. Whether an output token has room too is checked by ``fit_params``.
     """
     if not ids:
         raise InvalidRequest(f"{param} must hold at least one token", param)
-    if len(ids) + 1 > limits.max_model_len:
+    if len(ids) > limits.max_model_len:
         raise context_length_exceeded(limits.max_model_len, str(len(ids)), param)
     return Prompt(np.array(check_token_ids(ids, limits.vocab_size, param), dtype=np.int32), text)
 
@@ -210,10 +210,13 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
             did not request.
 
     Raises:
-        InvalidRequest: prompt and ``max_tokens`` together exceed the context.
+        InvalidRequest: prompt and ``max_tokens`` together exceed the context. A prompt that is scored may fill it: the
+            one token after it is sampled, but never computed.
     """
     num_prompt_tokens = len(prompt.token_ids)
-    room = limits.max_model_len - num_prompt_tokens
+    room = max(limits.max_model_len - num_prompt_tokens, int(params.prompt_logprobs is not None))
+    if not room:
+        raise context_length_exceeded(limits.max_model_len, str(num_prompt_tokens), "prompt")
     wanted = room if params.max_tokens is None else params.max_tokens
     if wanted > room and not clamp:
         raise InvalidRequest(

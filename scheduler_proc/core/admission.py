@@ -162,14 +162,15 @@ class Admission:
             )
             raise Refusal("invalid_value", "prompt", text)
 
-    def check_length(self, num_prompt_tokens: int, *, is_pooled: bool = False) -> None:
-        """Raise Refusal unless the prompt, and one token if it is not pooled, fit into the context and the KV pool."""
+    def check_length(self, event: ArrivalFields, num_prompt_tokens: int) -> None:
+        """Raise Refusal unless the prompt, and its first token if another one follows, fit into context and KV pool."""
         config, kv = self.config, self.kv
         if num_prompt_tokens < 1:
             raise Refusal("invalid_value", "prompt", "prompt must have at least 1 token")
-        num_tokens = num_prompt_tokens + (not is_pooled)
+        is_all = event.pooling is not None or event.sampling.max_tokens == 1
+        num_tokens = num_prompt_tokens + (not is_all)
         if num_tokens > config.max_model_len:
-            what = "of a prompt" if is_pooled else "for prompt and output"
+            what = "of a prompt" if is_all else "for prompt and output"
             text = (
                 f"This model's maximum context length is {config.max_model_len} tokens {what}; "
                 f"the prompt has {num_prompt_tokens}"
@@ -177,7 +178,7 @@ class Admission:
             raise Refusal("context_length_exceeded", "prompt", text)
         if num_tokens > kv.max_tokens:
             needed, present = kv.num_blocks_for(num_tokens), kv.pool.num_usable_blocks
-            what = "needs" if is_pooled else "and one token need"
+            what = "needs" if is_all else "and one token need"
             text = f"the prompt {what} {needed} KV blocks; the pool has {present}"
             raise Refusal("kv_pool_too_small", "prompt", text)
 
@@ -211,7 +212,7 @@ class Admission:
         if event.pooling is not None and delivered is not None and len(delivered):
             text = f"a request with pooling has no output (got {len(delivered)} tokens)"
             raise Refusal("invalid_value", "output_token_ids", text)
-        self.check_length(len(event.prompt_token_ids), is_pooled=event.pooling is not None)
+        self.check_length(event, len(event.prompt_token_ids))
         for known in (event.prompt_token_ids, delivered):
             if known is not None and len(known) and not (known.min() >= 0 and known.max() < vocab_size):
                 worst = known.min() if known.min() < 0 else known.max()
@@ -272,8 +273,9 @@ class Admission:
             return self._build_pooled(event, event.pooling, client, tokens, num_prompt_tokens)
         sampling, config = event.sampling, self.config
         eos = () if sampling.ignore_eos else config.model.eos_token_ids
-        # The KV of the last token is never needed, so a sequence can have one token more than the pool has positions.
-        limit = min(config.max_model_len, self.kv.max_tokens + 1)
+        # The KV of the last token is never needed, so a sequence can have one token more than the pool has positions,
+        # and the first token after a prompt which fills the context.
+        limit = min(max(config.max_model_len, num_prompt_tokens + 1), self.kv.max_tokens + 1)
         if sampling.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + sampling.max_tokens)
         row_bytes = routed_row_bytes(limit, config) if sampling.return_routed_experts else 0

@@ -88,11 +88,11 @@ class Planner:
         Args:
             pause: if not empty, no request is admitted.
         """
-        plan = self._fill(StepPlan(step, self.config), pause)
+        plan = self._fill(StepPlan(step, self.config, self.kv), pause)
         num_waiting = len(self._adapters.turns.waiting)
         while num_waiting and not (plan.rows or self.steady_decode.batch):
             self._adapters.pass_turns()
-            num_waiting, plan = num_waiting - 1, self._fill(StepPlan(step, self.config), pause)
+            num_waiting, plan = num_waiting - 1, self._fill(StepPlan(step, self.config, self.kv), pause)
         return plan
 
     def _fill(self, plan: StepPlan, pause: str) -> StepPlan:

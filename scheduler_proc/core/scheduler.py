@@ -105,6 +105,7 @@ class Scheduler:
             config.enable_prefix_caching,
             watermark=config.watermark,
             max_step_tokens=config.max_num_batched_tokens,
+            min_step_tokens=1 if config.enable_chunked_prefill else config.max_num_batched_tokens,
             pipeline_depth=config.pipeline_depth,
             pool_class=partial(pool_class or pool_class_for(config), events=kv_events, has_pins=config.uses_programs),
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,

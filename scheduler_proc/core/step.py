@@ -82,9 +82,10 @@ class StepPlan:
         last: requests in steady decode whose last token is sampled in this step.
     """
 
-    def __init__(self, step: int, config: EngineConfig) -> None:
+    def __init__(self, step: int, config: EngineConfig, kv: KVCacheManager) -> None:
         self.step = step
         self.config = config
+        self._kv = kv
         self.budget = self.prefill_budget = self.prefill_limit = config.max_num_batched_tokens
         self.side_budget = MAX_STEP_SIDE_BYTES
         self.rows: dict[int, StepRow] = {}
@@ -128,6 +129,7 @@ class StepPlan:
     def prefill_tokens(self, request: Request, wanted: int, num_computed: int) -> int:
         """Return how many of the ``wanted`` positions of a prefill the step can compute."""
         most = min(wanted, self.budget, self.prefill_budget, self.reported_tokens(request, num_computed))
+        most = min(most, self._kv.step_tokens(request.num_tokens))
         return min(most, self.config.long_prefill_token_threshold or most)
 
     def add(self, row: StepRow) -> None:

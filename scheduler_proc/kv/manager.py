@@ -74,7 +74,8 @@ class KVCacheManager:
         enable_caching: bool,
         *,
         watermark: float = 0.0,
-        max_step_tokens: int | None = None,
+        max_step_tokens: int = _MANY_TOKENS,
+        min_step_tokens: int = _MANY_TOKENS,
         pipeline_depth: int = 2,
         pool_class: Callable[[int, bool], BlockPool] = BlockPool,
         num_host_pages: int = 0,
@@ -86,6 +87,7 @@ class KVCacheManager:
             watermark: fraction of the pool.
             max_step_tokens: most positions of one request in one step. With it, ``num_blocks_for`` and ``max_tokens``
                 count only the blocks that window groups hold at a time; without it, every position.
+            min_step_tokens: the least to which ``step_tokens`` may lower it for one request; it stays by default.
             pipeline_depth: most steps without a result at a time, including the one being scheduled.
             pool_class: makes the pool, which decides the reuse order of free blocks.
             num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without.
@@ -105,7 +107,8 @@ class KVCacheManager:
             self.disk = DiskTier(num_disk_pages, num_host_pages, forgotten, self.pool.events)
             self.tiers.append(self.disk)
         self.watermark_blocks = int(watermark * self.pool.num_usable_blocks)
-        self._max_in_flight = None if max_step_tokens is None else max_step_tokens * pipeline_depth
+        self._most, self._least = max_step_tokens, min(min_step_tokens, max_step_tokens)
+        self._depth = pipeline_depth
         self._max_tokens = self._longest_request()
 
     @property
@@ -120,7 +123,23 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks over all groups that a request of this length holds at any time when it is alone."""
-        return sum(manager.num_blocks_for(num_tokens, self._max_in_flight) for manager in self.coordinator.managers)
+        return self._num_blocks(num_tokens, self.step_tokens(num_tokens))
+
+    def step_tokens(self, num_tokens: int) -> int:
+        """Return the most positions of one step of a prefill of this length: those with which it fits when it is alone.
+
+        A window group keeps the positions in flight besides those that the window reaches, so smaller chunks need fewer
+        blocks. Full attention keeps every position, whatever the chunks are.
+        """
+        usable = self.pool.num_usable_blocks
+        if not self.coordinator.skips:
+            return self._most
+        # The last chunk is still in flight when the first tokens after the prompt need their blocks.
+        end = max(num_tokens, min(num_tokens + self._depth, self._max_tokens))
+        if self._num_blocks(end, self._most) <= usable:
+            return self._most
+        larger = range(self._least + 1, self._most)
+        return self._least + bisect_right(larger, usable, key=lambda chunk: self._num_blocks(end, chunk))
 
     def get_computed_blocks(self, request: CacheRequest) -> tuple[GroupBlocks, int]:
         """Return the cached blocks of the request's prefix, and the tokens in them.
@@ -161,7 +180,10 @@ class KVCacheManager:
             keep_free: blocks that must remain free.
         """
         hits = self.get_computed_blocks(request)[0] if computed is None else computed
-        needed = self.num_blocks_for(max_total_tokens) - self.coordinator.num_shared(hits)
+        needed = self.num_blocks_for(max_total_tokens)
+        if self.coordinator.skips:  # the large chunks of a short prompt can need more than the small ones of a long one
+            needed = max(needed, self.num_blocks_for(request.num_tokens))
+        needed -= self.coordinator.num_shared(hits)
         return needed <= self.pool.num_free_blocks - keep_free
 
     def allocate_slots(
@@ -303,4 +325,8 @@ class KVCacheManager:
 
     def _longest_request(self) -> int:
         lengths = range(_MANY_TOKENS + 1)
-        return bisect_right(lengths, self.pool.num_usable_blocks, key=self.num_blocks_for) - 1
+        return bisect_right(lengths, self.pool.num_usable_blocks, key=lambda n: self._num_blocks(n, self._least)) - 1
+
+    def _num_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        in_flight = step_tokens * self._depth
+        return sum(manager.num_blocks_for(num_tokens, in_flight) for manager in self.coordinator.managers)

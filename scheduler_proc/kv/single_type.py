@@ -144,10 +144,10 @@ class SingleTypeKVCacheManager(ABC):
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """Replace blocks that no token after the acknowledged ones will read by the null block, and free them."""
 
-    def num_blocks_for(self, num_tokens: int, max_in_flight: int | None) -> int:
+    def num_blocks_for(self, num_tokens: int, max_in_flight: int) -> int:
         """Return the most blocks that a request of this length holds at any time when it is alone.
 
-        ``max_in_flight``: the most unacknowledged positions at a time, or None when unbounded.
+        ``max_in_flight``: the most unacknowledged positions at a time.
         """
         return -(-num_tokens // self.block_size)
 

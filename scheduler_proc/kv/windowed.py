@@ -30,11 +30,9 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         """Return the first position that the token at ``position`` reads, at most ``position`` itself."""
         return max(0, position - self.window + 1)
 
-    def num_blocks_for(self, num_tokens: int, max_in_flight: int | None) -> int:
+    def num_blocks_for(self, num_tokens: int, max_in_flight: int) -> int:
         """Count the blocks of the window before the first position in flight, and of the positions in flight."""
         whole = super().num_blocks_for(num_tokens, max_in_flight)
-        if max_in_flight is None:
-            return whole
         span = self.window - 1 + max_in_flight
         return min(whole, -(-(span - 1) // self.block_size) + 1)
 

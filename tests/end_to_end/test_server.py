@@ -169,8 +169,9 @@ class TestOpenAIClient:
     def test_prompt_logprobs_with_echo(self, client: openai.OpenAI) -> None:
         """The request of evaluation harnesses: echo, no output tokens, prompts as token ids."""
         fields: dict[str, Any] = {"model": "quire-demo", "temperature": 0, "logprobs": 1}
-        answer = client.completions.create(**fields, prompt=[[40, 41, 42, 43], [50, 51]], max_tokens=0, echo=True)
-        for choice, length in zip(answer.choices, (4, 2), strict=True):
+        prompts = [[40, 41, 42, 43], [50, 51], [40 + i % 60 for i in range(2048)]]  # the last one fills the context
+        answer = client.completions.create(**fields, prompt=prompts, max_tokens=0, echo=True)
+        for choice, length in zip(answer.choices, (4, 2, 2048), strict=True):
             logprobs = choice.logprobs
             assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == length
             assert logprobs.token_logprobs[0] is None

@@ -205,7 +205,7 @@ class _After:
             duplicate = _duplicate([request.handle for request in new])
             raise StepRefused(f"duplicate handle {duplicate} among the new requests")
         for request in new:
-            handle, longest = request.handle, batch.tokens.data.shape[1]
+            handle, longest = request.handle, batch.tokens.data.shape[1] - 1
             if not 0 <= handle <= MAX_HANDLE:
                 raise StepRefused(f"handle of a new request must be between 0 and {MAX_HANDLE} (got {handle})")
             if handle in batch.row_of and handle not in self._removed:
@@ -242,7 +242,7 @@ class _After:
         lengths[self.is_forked] = 0
         for handle, count in _once(step.counts):
             row = self.row(handle)
-            longest = self._batch.tokens.data.shape[1]
+            longest = self._batch.tokens.data.shape[1] - 1
             if not lengths[row]:
                 raise StepRefused(f"handle {handle} with a token count is parked")
             if not 0 < count <= longest:

@@ -41,13 +41,14 @@ class Column:
 
 
 class TokenColumn:
-    """Tokens of each request that the host has: int32 ``[max_rows, max_model_len]``.
+    """Tokens of each request that the host has: int32 ``[max_rows, max_model_len + 1]``.
 
-    They are the tokens from the diff, and the sampled ones that ``TokenHistory`` has copied from the device so far.
+    They are the tokens from the diff, and the sampled ones that ``TokenHistory`` has copied from the device so far. A
+    prompt that fills the context is followed by one token, which is never computed.
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
-        self.data = np.zeros((max_rows, max_model_len), np.int32)
+        self.data = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int32)
 
     def set_row(self, row: int, tokens: Int32) -> None:

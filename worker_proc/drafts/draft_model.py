@@ -58,7 +58,7 @@ class DraftModelProposer:
         self._batch = batch
         self._max_step_tokens = max_step_tokens
         self.sampler = sampler
-        max_rows, max_len = batch.tokens.data.shape
+        max_rows, max_len = len(batch.tokens.data), batch.tokens.data.shape[1] - 1
         self._max_len = min(max_len, draft.model.config.max_position)
         kernels = kernel_block_size(draft.block_size, draft.backend)
         table = BlockTable(draft.block_size, max_rows, max_len, draft.num_blocks, device, kernel_block_size=kernels)

@@ -75,7 +75,7 @@ class ReplayScheduler(Scheduler):
         admission.check_order(event)
         admission.check_adapter(event.adapter)
         admission.check_task(event, event.num_prompt_tokens)
-        admission.check_length(event.num_prompt_tokens, is_pooled=event.pooling is not None)
+        admission.check_length(event, event.num_prompt_tokens)
         if event.num_output_tokens < 0:
             text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
             raise Refusal("invalid_value", "num_output_tokens", text)

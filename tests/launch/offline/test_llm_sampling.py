@@ -169,6 +169,13 @@ class TestLogprobs:
             assert [logprob.logprob for logprob in best] == sorted((v.logprob for v in best), reverse=True)
         assert ask(llm, max_tokens=1).prompt_logprobs is None
 
+    def test_a_prompt_that_fills_the_context_is_scored(self, llm: LLM) -> None:
+        ids = [40 + i % 60 for i in range(512)]
+        output = ask(llm, ids, prompt_logprobs=1, max_tokens=20, n=2)
+        assert len(output.prompt_logprobs) == 512 and [len(each.token_ids) for each in output.outputs] == [1, 1]
+        with pytest.raises(InvalidRequest, match="your prompt has 512 tokens, and at most 511 leave room"):
+            ask(llm, ids)
+
     def test_prompt_logprobs_equal_output_logprobs(self, llm: LLM) -> None:
         """A greedy answer sent as a prompt has the same log probabilities, with and without chunked prefill."""
         answer = ask(llm, logprobs=0, max_tokens=30)
