@@ -129,7 +129,7 @@ class KVCacheManager:
         """Return the most positions of one step of a prefill of this length: those with which it fits when it is alone.
 
         A window group keeps the positions in flight besides those that the window reaches, so smaller chunks need fewer
-        blocks. Full attention keeps every position, whatever the chunks are.
+        blocks. Full attention keeps every position with chunks of any size.
         """
         usable = self.pool.num_usable_blocks
         if not self.coordinator.skips:
