@@ -36,7 +36,7 @@ class UsageError(ConfigError):
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run ``quire replay``; exit status 1 if a decision differs from the recorded one or a server's answer failed.
+    """Run ``quire replay``; exit status 1 if a decision differs, nothing was compared, or a server's answer failed.
 
     Raises:
         ConfigError: contradicting flags, an unusable trace or setting, or an unreachable server.
@@ -146,6 +146,9 @@ def _exact(args: argparse.Namespace) -> Result:
         result.problem = _first_difference(record.first_difference)
     elif record.decisions_equal:
         result.head.insert(1, f"replayed exactly: all decisions are equal ({len(record.steps):,} steps)")
+    elif not record.steps:
+        result.exit_status = 1
+        result.problem = f"nothing was replayed: {args.trace} has no steps that can be compared"
     return result
 
 

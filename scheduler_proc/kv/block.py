@@ -44,6 +44,11 @@ class FreeKVCacheBlockQueue:
         self._tail.prev_free_block = self._head
         self.append_n(blocks)
 
+    def __del__(self) -> None:
+        """Unlink the sentinels: each release has a queue, and cycles of old objects are not collected under load."""
+        if "_head" in self.__dict__:  # subclasses consist of several queues
+            self._head.next_free_block = None
+
     def popleft(self) -> KVCacheBlock:
         """Remove and return the first block. Raises IndexError when the queue is empty."""
         return self.popleft_n(1)[0]

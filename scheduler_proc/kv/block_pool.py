@@ -95,8 +95,8 @@ class BlockPool:
             return
         self.num_changes += 1
         for freed in self.releases.unpin(pin):
-            if freed.line is not None:
-                freed.line.queue.unpin(freed)
+            if freed.line is not None and freed.line.unpinned is not None:
+                freed.line.unpinned.add(freed)
 
     @property
     def pins(self) -> Mapping[int, int]:

@@ -23,7 +23,7 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
     def __init__(self, blocks: Sequence[KVCacheBlock], releases: Releases) -> None:
         self._releases = releases
         self._uncached = FreeKVCacheBlockQueue(())
-        self._line = Line(self)
+        self._line = Line()
         self._pinned: dict[int, Line] = {}
         """By pin, its releases."""
         self.num_free_blocks = 0
@@ -44,7 +44,7 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
             taken += freed.blocks.popleft_n(count)
             if freed.pin:
                 num_pinned += count
-                self._note_empty(freed)
+            self._note_empty(freed)
         self._releases.num_evicted["lru"] += missing - num_pinned
         if num_pinned:
             self._releases.num_evicted["pinned"] += num_pinned
@@ -63,11 +63,11 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
 
     def _list(self, freed: Freed) -> None:
         """Put a release with blocks into its line."""
-        line = self._pinned.setdefault(freed.pin, Line(self)) if freed.pin else self._line
+        line = self._pinned.setdefault(freed.pin, Line(self._line)) if freed.pin else self._line
         line.add(freed)
 
     def _note_empty(self, freed: Freed) -> None:
-        if freed.pin and not freed.blocks.num_free_blocks:
+        if not freed.blocks.num_free_blocks:
             self._releases.emptied(freed)
 
     def remove_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -108,11 +108,6 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
             self._releases.of_block[block.block_id] = freed
         self.num_free_blocks += len(blocks)
 
-    def unpin(self, freed: Freed) -> None:
-        """Put a release that was pinned in this queue where it would be without the pin."""
-        if freed.blocks.num_free_blocks:
-            self._list(freed)
-
     def upcoming(self) -> Iterator[KVCacheBlock]:
         yield from self._uncached.upcoming()
         for freed in self._freed():
@@ -133,6 +128,7 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
             (place,) = freed.blocks.take_out((block,))
             freed.num_out += 1
             places.append((freed, place))
+            self._note_empty(freed)
         self.num_free_blocks -= len(blocks)
         return places
 

@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Protocol
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue
 
@@ -19,7 +18,7 @@ class Freed:
         pin: number of the pin that keeps it, or 0.
         blocks: what is left of it, the last block of the sequence first.
         num_out: blocks that a copy holds, and that will return.
-        line: the line in which it is.
+        line: the line in which it is; None without blocks, which avoids a reference cycle.
     """
 
     __slots__ = ("blocks", "line", "num_out", "order", "pin")
@@ -29,14 +28,6 @@ class Freed:
         self.blocks = FreeKVCacheBlockQueue(())
         self.num_out = 0
         self.line: Line | None = None
-
-
-class Listing(Protocol):
-    """A queue with lines of releases."""
-
-    def unpin(self, freed: Freed) -> None:
-        """Put a release that was pinned in this queue where it would be without the pin."""
-        ...
 
 
 class Releases:
@@ -95,7 +86,8 @@ class Releases:
         return kept
 
     def emptied(self, freed: Freed) -> None:
-        """Forget a pinned release of which nothing is left."""
+        """Forget a release of which nothing is left, or only copied blocks."""
+        freed.line = None
         if freed.pin and not freed.num_out:
             kept = self._pins[freed.pin]
             kept.remove(freed)
@@ -114,8 +106,9 @@ class Releases:
 class Line:
     """Releases by age, the oldest first. Skips those that are empty or have moved to another line."""
 
-    def __init__(self, queue: "Listing") -> None:
-        self.queue = queue
+    def __init__(self, unpinned: "Line | None" = None) -> None:
+        """``unpinned``: the line into which its releases move without their pin."""
+        self.unpinned = unpinned
         self._entries: list[Freed] = []
         self._begin = 0
         self._compact_at = 64

@@ -1,4 +1,4 @@
-"""Controls when Python's garbage collector runs, so that no step waits for a full collection."""
+"""Controls when Python's garbage collector and other maintenance run, so that no step waits for them."""
 
 import gc
 import time
@@ -11,7 +11,10 @@ Python's own trigger counts allocations minus deallocations. That number stays l
 objects as it makes new ones.
 """
 
-IDLE_SECONDS = 5.0
+IDLE_SECONDS = 1.0
+"""Seconds without a step after which there is maintenance, and between two times. Not a silent socket: workers send
+heartbeats while they have no step."""
+FULL_EVERY_SECONDS = 5.0
 
 
 class Collector:
@@ -21,8 +24,10 @@ class Collector:
     made by libraries are collected while young, or in the next idle moment.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, maintain: Callable[[], None] | None = None) -> None:
+        """``maintain``: called while no step is decided."""
+        self._clock, self._maintain = clock, maintain or (lambda: None)
+        self._due = float("-inf")
         self._steps = 0
         self._messages = 0
         self._steps_collected = 0
@@ -41,6 +46,7 @@ class Collector:
 
     def after_step(self) -> None:
         self._steps += 1
+        self._due = self._clock() + IDLE_SECONDS
         self.after_message()
 
     def after_message(self) -> None:
@@ -49,10 +55,14 @@ class Collector:
         if self._messages % YOUNG_EVERY == 0:
             gc.collect(0)
 
-    def idle(self) -> None:
-        """Run a full collection, at most every IDLE_SECONDS and only when steps ran since the last one."""
+    def turn(self) -> None:
+        """Call often. Without a step for a while, do maintenance, and a full collection if steps ran since the last."""
         now = self._clock()
-        if self._steps == self._steps_collected or now - self._collected_at < IDLE_SECONDS:
+        if now < self._due:
+            return
+        self._due = now + IDLE_SECONDS
+        self._maintain()
+        if self._steps == self._steps_collected or now - self._collected_at < FULL_EVERY_SECONDS:
             return
         gc.collect()
         self._steps_collected, self._collected_at = self._steps, now

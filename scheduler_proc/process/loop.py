@@ -89,7 +89,7 @@ class SchedulerLoop:
         self._dump_wanted = False
         transport.add(self._grammars.fileno())
         transport.add(child.fileno())
-        self._collector = Collector(clock)
+        self._collector = Collector(clock, self._journal.idle)
         is_published = config.feeds_router or config.kv_events_endpoint
         self._kv_events = transport.open_kv_events(config) if is_published else None
 
@@ -144,6 +144,7 @@ class SchedulerLoop:
         if self._kv_events is not None:  # changes made outside steps; one replay request, more wait for the next turn
             self._kv_events.publish(self._clock())
             self._kv_events.answer()
+        self._collector.turn()
 
     def _wait(self) -> None:
         self._journal.pause()
@@ -159,15 +160,13 @@ class SchedulerLoop:
         if masks_due is not None and (due_ms := max(0, ceil((masks_due - now) * 1000))) < timeout_ms:
             self._transport.wait(due_ms)
         elif not self._transport.wait(timeout_ms):
-            self.on_idle()
+            self.on_silence()
 
-    def on_idle(self) -> None:
-        """Handle a timeout: detect an overdue step, otherwise do maintenance."""
+    def on_silence(self) -> None:
+        """Handle a timeout: detect an overdue step."""
         remaining = self._deadline.remaining(self._clock())
         if remaining is not None and remaining < 0:
             self._lose_group("the workers have not finished a step in time")
-        self._journal.idle()
-        self._collector.idle()
 
     def _on_command(self, command: Command) -> None:
         match command.kind:

@@ -43,11 +43,16 @@ class RecordKind(enum.IntEnum):
     NEW_WORKERS = 8
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
+class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     kind: int
     now: float
     client: int = 0
-    frames: list[bytes] = []
+    frames: tuple[bytes, ...] = ()
+
+
+RECORD_BYTES = 88
+FRAME_BYTES = 72
+"""Bytes of memory that a record takes, and those of each frame beside its content."""
 
 
 KEYFRAMES_PER_RING = 4
@@ -90,17 +95,16 @@ class EventLog:
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
         self._records: deque[Record] = deque()
-        self._sizes: deque[int] = deque()
         self._appended = self._dropped_bytes = self._at_keyframe = 0
         """Bytes appended since the start, bytes dropped, and bytes appended before the last keyframe."""
         self._max_bytes = max_bytes
         self.dropped = 0
 
     def consumed(self, now: float, client: int, frames: Frames) -> None:
-        self._append(Record(RecordKind.CONSUMED, now, client, frames))  # type: ignore[arg-type]
+        self._append(Record(RecordKind.CONSUMED, now, client, tuple([bytes(frame) for frame in frames])))
 
     def produced(self, now: float, frames: Frames) -> None:
-        self._append(Record(RecordKind.PRODUCED, now, 0, frames))  # type: ignore[arg-type]
+        self._append(Record(RecordKind.PRODUCED, now, 0, tuple([bytes(frame) for frame in frames])))  # not their arrays
 
     def tick(self, now: float) -> None:
         self._append(Record(RecordKind.TICK, now))
@@ -124,7 +128,7 @@ class EventLog:
         """Record the state of an idle Scheduler, unless it is so large that a few would fill the ring."""
         data = encode_state(state)
         if len(data) * KEYFRAMES_PER_RING <= self._max_bytes:
-            self._append(Record(RecordKind.KEYFRAME, now, 0, [data]))
+            self._append(Record(RecordKind.KEYFRAME, now, 0, (data,)))
         self._at_keyframe = self._appended
 
     @property
@@ -147,11 +151,13 @@ class EventLog:
         return len(self._records)
 
     def _append(self, record: Record) -> None:
-        size = 64 + sum(len(frame) for frame in record.frames)
         self._records.append(record)
-        self._sizes.append(size)
-        self._appended += size
+        self._appended += _size(record)
         while self._appended - self._dropped_bytes > self._max_bytes:
-            self._records.popleft()
-            self._dropped_bytes += self._sizes.popleft()
+            self._dropped_bytes += _size(self._records.popleft())
             self.dropped += 1
+
+
+def _size(record: Record) -> int:
+    frames = record.frames
+    return RECORD_BYTES + FRAME_BYTES * len(frames) + sum(map(len, frames))

@@ -206,7 +206,7 @@ class SimScheduler(SimProcess):
         if self.alive and self.loop is not None:
             self.world.events.after(IDLE_S, self._idle)
             if not (self.frozen or self._due):
-                self.loop.on_idle()
+                self.loop.on_silence()
                 self.wake()
 
     @property

@@ -28,7 +28,7 @@ _PROGRESS_EVERY = 1024
 def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None = None) -> RunRecord:
     """Replay the trace at ``path`` exactly and return the record of the recorded run, up to the first difference.
 
-    The record's ``decisions_equal`` and ``first_difference`` are the verdict.
+    The record's ``decisions_equal``, None if no step was compared, and ``first_difference`` are the verdict.
 
     Args:
         lenient: stop at the first missing or damaged line instead of raising; the lines before it are compared.
@@ -54,7 +54,8 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
     if not run.has_begun:
         raise ConfigError(f"{reader.files[0]}:1: the header was altered: its checksum does not match")
     run.finish()
-    record.decisions_equal = None if gaps and difference is None else difference is None
+    is_unknown = difference is None and (bool(gaps) or not record.steps)
+    record.decisions_equal = None if is_unknown else difference is None
     if difference is not None:
         record.first_difference = msgspec.to_builtins(difference)
         record.notes.append(f"the figures end at the first difference: {difference}")

@@ -229,6 +229,12 @@ class TestExact:
         assert (found["decisions_equal"], found["first_difference"], found["requests"]) == (True, None, 6)
         assert found["preemptions"] > 0 and found["num_usable_blocks"] == 11
 
+    def test_reports_that_nothing_was_replayed(self, replay: Replay, trace: Path) -> None:
+        trace.write_bytes(b"".join(trace.read_bytes().splitlines(keepends=True)[:2]))  # the header and an arrival
+        status, out, err = replay(trace)
+        assert status == 1 and "replayed exactly" not in out and "nothing was replayed" in err
+        assert read_json(replay(trace, "--json", "-")[1])["decisions_equal"] is None
+
     def test_reports_beam_searches_and_forks_as_one_request_each(self, replay: Replay, tmp_path: Path) -> None:
         driver = Driver(num_blocks=40, async_scheduling=True)
         driver.add("search", [1, 2, 3, 4, 5], max_tokens=9, use_beam_search=True, beam_width=3)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    return dump_of(long_lived(30_000), tmp_path)
+    return dump_of(long_lived(50_000), tmp_path)
 
 
 def test_dump_replays_exactly(dump: Path) -> None:

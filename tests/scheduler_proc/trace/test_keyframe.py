@@ -26,6 +26,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command
 from quire.protocol.wire.front_end_messages import StepOutputs
+from quire.scheduler_proc.process import garbage_collection
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal
 from quire.scheduler_proc.trace.event_log import KEYFRAMES_PER_RING, EventLog, Record, RecordKind
@@ -237,7 +238,7 @@ def test_keyframes_need_an_idle_scheduler_without_drafts() -> None:
 
 @pytest.mark.full
 def test_a_ring_without_its_beginning_leaves_a_dump_that_replays(tmp_path: Path) -> None:
-    driver = long_lived(30_000)
+    driver = long_lived(50_000)
     kept = sum(record.kind == RecordKind.KEYFRAME for record in driver.log)
     assert driver.log.dropped > 1000 and driver.log.complete and 2 <= kept <= KEYFRAMES_PER_RING
     path = dump_of(driver, tmp_path)
@@ -249,7 +250,7 @@ def test_a_ring_without_its_beginning_leaves_a_dump_that_replays(tmp_path: Path)
 
 
 def test_a_complete_ring_is_dumped_from_its_beginning(tmp_path: Path) -> None:
-    driver = long_lived(30_000, bursts=5)
+    driver = long_lived(50_000, bursts=5)
     assert not driver.log.dropped and any(record.kind == RecordKind.KEYFRAME for record in driver.log)
     first, second, *_ = [entry.line for entry in TraceReader(dump_of(driver, tmp_path))]
     assert isinstance(first, Header) and first.complete and not isinstance(second, Keyframe)
@@ -267,10 +268,10 @@ def test_a_ring_without_a_keyframe_is_incomplete() -> None:
 
 
 def test_a_quarter_of_the_ring_lies_between_keyframes() -> None:
-    log, state = EventLog(max_bytes=40_000), IdleState(step=0, stale_until=-1, max_num_batched_tokens=1, free_blocks=[])
+    log, state = EventLog(max_bytes=80_000), IdleState(step=0, stale_until=-1, max_num_batched_tokens=1, free_blocks=[])
     taken = []
     for index in range(1000):
-        log.consumed(float(index), 0, [bytes(36)])
+        log.consumed(float(index), 0, [bytes(40)])
         if log.is_keyframe_due:
             log.keyframe(float(index), state)
             taken.append(index)
@@ -283,7 +284,7 @@ def test_a_quarter_of_the_ring_lies_between_keyframes() -> None:
 
 @lru_cache
 def dumped() -> tuple[list[AnyLine], int]:
-    driver = long_lived(30_000)
+    driver = long_lived(50_000)
     return as_file(driver, driver.log.readable()), driver.header.num_blocks
 
 
@@ -338,6 +339,7 @@ def test_an_invalid_keyframe_is_reported_as_a_difference(fields: dict[str, Any])
 def quick_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopUnderTest]:
     """Return a loop that is idle after 5 ms and has a small ring."""
     monkeypatch.setattr(scheduler_loop, "IDLE_MS", 5)
+    monkeypatch.setattr(garbage_collection, "IDLE_SECONDS", 0.005)
     monkeypatch.setattr(journal, "RING_BYTES", 30_000)
     with zmq.Context() as context:
         config = make_config(async_scheduling=True, crash_dump_dir=str(tmp_path / "dumps"))
