@@ -128,6 +128,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         return 2 if self.async_scheduling else 1
 
     @property
+    def step_tokens(self) -> int:
+        """Maximum number of tokens that the scheduler puts into one step."""
+        return min(self.max_num_scheduled_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
+    @property
     def uses_nodes(self) -> bool:
         """Whether the workers run on nodes."""
         return any(place.node for place in self.ranks)

@@ -212,6 +212,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "`--max-model-len`",
         ),
     ] = True
+    max_num_scheduled_tokens: Annotated[
+        int,
+        Setting(
+            SCHEDULING,
+            "maximum number of tokens that the scheduler puts into one step, from `--max-num-seqs` to "
+            "`--max-num-batched-tokens`, for which the workers keep room; 0: as many as these",
+            unit="tokens",
+        ),
+    ] = 0
     long_prefill_token_threshold: Annotated[
         int,
         Setting(

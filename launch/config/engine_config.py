@@ -290,6 +290,9 @@ def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cp
         raise ConfigError(
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least {max_model_len} (--max-model-len)"
         )
+    if options.max_num_scheduled_tokens:
+        least = max_num_seqs if options.enable_chunked_prefill else max(max_num_seqs, max_model_len)
+        check_range("max_num_scheduled_tokens", options.max_num_scheduled_tokens, least, batched)
     return max_model_len, max_num_seqs, batched
 
 

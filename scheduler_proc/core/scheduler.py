@@ -104,8 +104,8 @@ class Scheduler:
             num_blocks,
             config.enable_prefix_caching,
             watermark=config.watermark,
-            max_step_tokens=config.max_num_batched_tokens,
-            min_step_tokens=1 if config.enable_chunked_prefill else config.max_num_batched_tokens,
+            max_step_tokens=config.step_tokens,
+            min_step_tokens=1 if config.enable_chunked_prefill else config.step_tokens,
             pipeline_depth=config.pipeline_depth,
             pool_class=partial(pool_class or pool_class_for(config), events=kv_events, has_pins=config.uses_programs),
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
@@ -246,8 +246,8 @@ class Scheduler:
         """
         config = self.config
         least = config.max_num_seqs if config.enable_chunked_prefill else max(config.max_num_seqs, config.max_model_len)
-        fewer = max(config.max_num_batched_tokens // 2, least)
-        if fewer == self.config.max_num_batched_tokens:
+        fewer = max(config.step_tokens // 2, least)
+        if fewer == config.step_tokens:
             return False
         self.config = msgspec.structs.replace(self.config, max_num_batched_tokens=fewer)
         return True
@@ -343,7 +343,7 @@ class Scheduler:
         scheduled, running = len(plan.rows) + len(self.steady_decode.batch), len(table.running)
         assert scheduled <= running, f"{scheduled} requests in a step while {running} run"
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), table.take_chosen(), self.kv)
-        record = InFlightStep(step, plan.rows, table.take_retired(), self.config.max_num_batched_tokens - plan.budget)
+        record = InFlightStep(step, plan.rows, table.take_retired(), self.config.step_tokens - plan.budget)
         self.steady_decode.clock.sent = step
         for row in plan.rows.values():
             request = row.request
@@ -372,7 +372,7 @@ class Scheduler:
             and not request.num_drafts_in_flight
             and not request.needs_no_more_steps
             and not request.is_watched
-            and len(self.table.running) <= self.config.max_num_batched_tokens
+            and len(self.table.running) <= self.config.step_tokens
         )
 
     # ---- statistics and checks

@@ -86,7 +86,7 @@ class StepPlan:
         self.step = step
         self.config = config
         self._kv = kv
-        self.budget = self.prefill_budget = self.prefill_limit = config.max_num_batched_tokens
+        self.budget = self.prefill_budget = self.prefill_limit = config.step_tokens
         self.side_budget = MAX_STEP_SIDE_BYTES
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
@@ -100,7 +100,7 @@ class StepPlan:
         """Set the prefill budget: a part of the step while requests decode, whose next tokens wait for the step."""
         self.prefill_budget = self.budget
         if self.config.enable_chunked_prefill and (num_steady or self.rows):
-            part = int(self.config.max_prefill_share * self.config.max_num_batched_tokens)
+            part = int(self.config.max_prefill_share * self.config.step_tokens)
             self.prefill_budget = min(self.budget, max(part, 1))
         self.prefill_limit = self.prefill_budget
 

@@ -119,7 +119,7 @@ class ProgramLimit:
         self._waiting = waiting
         self._num_blocks = num_blocks
         self._max_programs = config.max_programs
-        self._rows, self._budget = config.max_num_seqs, config.max_num_batched_tokens
+        self._rows, self._budget = config.max_num_seqs, config.step_tokens
         self._clock, self._note = clock, note
         self._admitted: dict[int, Program] = {}
         self._sizes: dict[int, int] = {}

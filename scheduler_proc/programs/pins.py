@@ -125,7 +125,7 @@ class Pins:
         self._mean_tokens = 0.0
         self._due: list[tuple[float, int]] = []
         self._num_pinned = 0
-        self._step_tokens = config.max_num_batched_tokens
+        self._step_tokens = config.step_tokens
         self._kv, self._costs, self._clock, self._note = kv, costs, clock, note
 
     # ---- what happens

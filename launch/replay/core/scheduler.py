@@ -116,7 +116,7 @@ class ReplayScheduler(Scheduler):
         config, batch, table = self.config, self.steady_decode.batch, self.table
         if table.unsteady or table.waiting or table.leaving or any(table.ended_handles):
             return 0
-        if not 0 < len(batch) <= config.max_num_batched_tokens or self.pause == "pause":
+        if not 0 < len(batch) <= config.step_tokens or self.pause == "pause":
             return 0
         if len(self.in_flight) < config.pipeline_depth or config.num_speculative_tokens:
             return 0

@@ -46,7 +46,7 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
         settings={"model": header.config.model.architecture, **recorded_settings(header)},
         block_size=header.config.block_size,
         num_usable_blocks=header.num_blocks - 1,
-        max_num_batched_tokens=header.config.max_num_batched_tokens,
+        max_num_batched_tokens=header.config.step_tokens,
     )
     run = _Run(record, progress)
     gaps: list[TraceLine] = []

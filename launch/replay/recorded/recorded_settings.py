@@ -11,6 +11,7 @@ SETTINGS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_scheduled_tokens",
     "block_size",
     "enable_prefix_caching",
     "cpu_offload_bytes",

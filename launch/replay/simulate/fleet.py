@@ -157,7 +157,7 @@ def _choice(
 ) -> Choice:
     if setup.routing == "vllm":
         return VllmChoice([engine.scheduler for engine in engines])
-    budget = setup.config.max_num_batched_tokens
+    budget = setup.config.step_tokens
     seconds = cost.seconds(StepShape([(budget, 0)], 0, 0, 1)) / budget
     max_loras = setup.config.max_loras if setup.config.enable_lora else 0
     return RouterChoice(setup.routing, recorders, setup.layout, seconds, max_loras)

@@ -119,7 +119,7 @@ def run_workload(
         notes=[*workload.notes, *setup.notes],
         block_size=setup.config.block_size,
         num_usable_blocks=setup.num_usable_blocks,
-        max_num_batched_tokens=setup.config.max_num_batched_tokens,
+        max_num_batched_tokens=setup.config.step_tokens,
     )
     if calls:
         record.notes.append(f"{len(calls)} calls longer than max_model_len ({limit}): {_OVERLONG[overlong]}")

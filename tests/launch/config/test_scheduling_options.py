@@ -86,3 +86,14 @@ class TestHashAlgorithm:
         ):
             config_of(prefix_caching_hash_algo=word)
         assert config_of().prefix_caching_hash_algo == "sha256"
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "is_chunked"), [(9, 10, True), (101, 10, True), (40, 64, False), (-1, 10, True)]
+)
+def test_scheduled_tokens_are_at_most_what_the_workers_have_room_for(given: int, least: int, is_chunked: bool) -> None:
+    sizes = {"max_num_seqs": 10, "max_num_batched_tokens": 100, "max_model_len": 64}
+    sizes |= {"enable_chunked_prefill": is_chunked}
+    assert config_of(**sizes).step_tokens == 100 and config_of(**sizes, max_num_scheduled_tokens=80).step_tokens == 80
+    with pytest.raises(ConfigError, match=f"--max-num-scheduled-tokens must be from {least} to 100, not {given}$"):
+        config_of(**sizes, max_num_scheduled_tokens=given)

@@ -53,6 +53,16 @@ def test_no_step_computes_more_tokens_than_the_budget(budget: int) -> None:
     assert max(len(step) for step in steps) <= 4
 
 
+def test_fewer_tokens_are_scheduled_than_the_workers_have_room_for() -> None:
+    driver = Driver(max_num_batched_tokens=16, max_num_scheduled_tokens=5, max_num_seqs=4)
+    for index in range(6):
+        driver.add(f"r{index}", prompt_of(3 + 2 * index, 50 * index), max_tokens=5)
+    assert max(sum(step.values()) for step in steps_until_done(driver)) == 5
+    assert driver.replay_lines() is None
+    assert driver.scheduler.halve_token_budget() and driver.scheduler.config.step_tokens == 4
+    assert not driver.scheduler.halve_token_budget(), "one token for each request"
+
+
 def test_a_step_never_has_more_requests_than_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of requests that do not run, as after a wrong withdrawal, end the engine before the workers get them."""
     driver = Driver()
