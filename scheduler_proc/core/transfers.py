@@ -274,7 +274,7 @@ class Transfers:
             counts.num_loaded += len(of_tier) - len(bad)
             seconds = answer.disk_seconds if tier is kv.disk else answer.seconds - answer.disk_seconds
             counts.seconds += seconds
-            if of_tier:
+            if of_tier and not bad:  # a page that is refused or missing takes another time
                 self.costs.load_took(tier.name, len(of_tier), seconds)
             for at in bad:
                 if not load.is_void and load.pages[at][1].block_hash == load.keys[at]:

@@ -9,7 +9,10 @@ from quire.scheduler_proc.costs.fit import Fit
 FULL_TOKENS, FULL_PAGES = 256, 16
 """Sizes from which an observation has full strength: smaller ones say little about long prompts."""
 PROBE_INTERVAL = 32
-"""Requests in a row that compute, after which a few pages are loaded nevertheless: the tier may have become faster."""
+"""Requests in a row that compute, after which a few pages are loaded nevertheless: the tier may have become faster.
+While few loads of a tier were observed, also after 1, 2, 4, 8 and 16."""
+AGED_WEIGHT = 2.0
+"""Strength of what an earlier engine has learned: another load or device may have made it wrong."""
 
 
 class CostState(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +74,12 @@ class Costs:
             self._loads[tier] = Fit(2)
             self._loads[tier].restore(numbers)
 
+    def age(self) -> None:
+        """Begin a new engine with these costs: they decide, until the first observations confirm or replace them."""
+        for fit in (self._prefill, *self._loads.values()):
+            fit.age(AGED_WEIGHT)
+        self.num_avoided = 0
+
     def step_took(self, prefill: Prefill, rows: int, seconds: float) -> None:
         """Learn from a step with a prefill. ``rows``: its positions of other kinds."""
         self._prefill.observe(_features(prefill, 1, rows), seconds, min(1.0, prefill.tokens / FULL_TOKENS))
@@ -83,6 +92,8 @@ class Costs:
     def avoids_load(self) -> bool:
         """Count a request that computes. Returns whether to load FULL_PAGES of its pages beside it, to learn."""
         self.num_avoided += 1
+        if self.num_avoided & (self.num_avoided - 1) == 0 and not all(fit.is_firm for fit in self._loads.values()):
+            return True
         return self.num_avoided % PROBE_INTERVAL == 0
 
     def knows(self, tiers: Mapping[str, int]) -> bool:

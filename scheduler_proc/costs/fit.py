@@ -8,6 +8,8 @@ MIN_SECONDS, MAX_SECONDS = 1e-7, 3600.0
 """Other durations are faults of a clock or a worker, and are ignored."""
 _MANY_OFF = 3
 """Observations in a row far from the expected, after which the cost counts as changed."""
+_FIRM = 8.0
+"""Weight below which one such observation suffices: an old cost, or the first one after a change, may be wrong."""
 _PENALTY = 0.5
 _SWEEPS = 4
 
@@ -16,8 +18,9 @@ class Fit:
     """Seconds as a weighted sum of features: decayed least squares of the relative error, with no negative weight.
 
     The first feature is preferred: what the observations do not tell apart is attributed to it, because the others
-    have a small penalty. An observation more than 2 times off counts as 2 times off, unless several in a row are: then
-    the older ones are forgotten. The sums are plain floats in a fixed order, so that every machine computes the same.
+    have a small penalty. An observation more than 2 times off counts as 2 times off, unless several in a row are or
+    little is known: then the older ones are forgotten. The sums are plain floats in a fixed order, so that every
+    machine computes the same.
 
     Attributes:
         weight: strength of what is remembered, at most about ``MEMORY``; 0 while nothing is known.
@@ -45,7 +48,7 @@ class Fit:
             self._num_off = 0
         else:
             self._num_off += 1
-            if self._num_off < _MANY_OFF:
+            if self.is_firm and self._num_off < _MANY_OFF:
                 seconds = min(max(seconds, expected / 2.0), expected * 2.0)
             else:
                 kept = min(1.0, expected / seconds) ** 2 / (1.0 + self.weight)
@@ -73,6 +76,18 @@ class Fit:
         self._coefficients, self._targets = list(state[2 : 2 + size]), list(state[2 + size : 2 + 2 * size])
         sums = state[2 + 2 * size :]
         self._products = [list(sums[row * size : (row + 1) * size]) for row in range(size)]
+
+    @property
+    def is_firm(self) -> bool:
+        """Whether enough is known that one observation cannot replace it."""
+        return self.weight >= _FIRM
+
+    def age(self, weight: float) -> None:
+        """Let what is known count as ``weight`` at most; predictions stay the same until the next observation."""
+        if self.weight > weight:
+            factor, self.weight = weight / self.weight, weight
+            self._targets = [factor * value for value in self._targets]
+            self._products = [[factor * value for value in row] for row in self._products]
 
     def _solve(self) -> None:
         """Improve the coefficients one after the other, each to its best value for the others (coordinate descent)."""

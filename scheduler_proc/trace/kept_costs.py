@@ -29,17 +29,18 @@ class KeptCosts:
         self._written = CostState()
 
     def read(self) -> CostState:
-        """Return what an earlier engine has learned, if anything."""
+        """Return what an earlier engine has learned, if anything, aged."""
         if self._path is None or not self._path.exists():
             return CostState()
         try:
             found = msgspec.json.decode(self._path.read_bytes(), type=CostState)
-            Costs(found)
+            costs = Costs(found)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.warning("ignored the learned costs of loads and prefills", file=str(self._path), reason=error)
             return CostState()
-        self._written = found
-        return found
+        costs.age()
+        self._written = costs.state
+        return self._written
 
     def write(self, costs: Costs) -> None:
         """Replace the file if anything was learned since it was read or written."""

@@ -63,6 +63,8 @@ class LoadSizes:
     first: int = 60
     """Requests while the costs are still far off; reported apart."""
     visits: int = 2
+    pairs: int = 20
+    """Like requests after a start, of each size found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,16 @@ class Times:
 def measure_loads(sizes: LoadSizes) -> dict[str, Any]:
     """Return the regret (the time by the learned choice / the best time - 1) of all requests, and of the worst cell."""
     first: list[Times] = []
+    started: list[Times] = []
     cells: list[list[Times]] = []
     by_server: dict[str, float] = {}
     for name, server in SERVERS.items():
         mine: list[list[Times]] = []
         for gb_per_s in sizes.gb_per_s:
-            early, found = _serve(replace(server, bytes_per_s=gb_per_s * 1e9), sizes, f"{name} {gb_per_s}")
+            like = replace(server, bytes_per_s=gb_per_s * 1e9)
+            early, found = _serve(like, sizes, f"{name} {gb_per_s}")
             first += early
+            started += _serve_like(like, sizes, f"{name} {gb_per_s}")
             mine += found
         by_server[name] = _mean_regret([times for cell in mine for times in cell])
         cells += mine
@@ -101,6 +106,8 @@ def measure_loads(sizes: LoadSizes) -> dict[str, Any]:
         "regret_percent": _mean_regret(every),
         "first_regret_percent": _mean_regret(first),
         "worst_cell_percent": round(100 * max(_regret(cell) for cell in cells), 2),
+        "good_pairs_percent": _good_pairs(every),
+        "good_pairs_after_start_percent": _good_pairs(started),
         "most_over_pure": round(max(_over_pure(cell) for cell in cells), 3),
         "always_load_percent": round(100 * (fmean(each.load / each.best for each in every) - 1), 1),
         "always_compute_percent": round(100 * (fmean(each.compute / each.best for each in every) - 1), 1),
@@ -122,6 +129,11 @@ def _over_pure(cell: list[Times]) -> float:
     return sum(each.learned for each in cell) / min(sum(each.load for each in cell), sum(each.compute for each in cell))
 
 
+def _good_pairs(times: list[Times]) -> float:
+    """Return how many percent take at most 1.1 times the cheaper one of loading and computing the same."""
+    return round(100 * fmean(each.learned <= 1.1 * min(each.load, each.compute) for each in times), 2)
+
+
 def _serve(server: Server, sizes: LoadSizes, seed: str) -> tuple[list[Times], list[list[Times]]]:
     """Serve the first requests, at random, and then those of all cells in random order; return the times of both."""
     rng = random.Random(seed)
@@ -137,9 +149,20 @@ def _serve(server: Server, sizes: LoadSizes, seed: str) -> tuple[list[Times], li
     return first, list(cells.values())
 
 
-def _costs_of_another(server: Server, rng: random.Random) -> Costs:
-    """Return what was learned from a server that is up to 5 times faster or slower."""
-    costs, prefill_factor, load_factor = Costs(), *(5 ** rng.uniform(-1, 1) for _ in range(2))
+def _serve_like(server: Server, sizes: LoadSizes, seed: str) -> list[Times]:
+    """Serve like requests with nothing ahead, of each size after a start with the costs of another load."""
+    made = []
+    for found in sizes.found:
+        rng = random.Random(f"{seed} {found}")
+        costs = _costs_of_another(server, rng, 10.0)
+        costs.age()
+        made += [_request(server, costs, Case(found, 0, 0), rng) for _ in range(sizes.pairs)]
+    return made
+
+
+def _costs_of_another(server: Server, rng: random.Random, most: float = 5.0) -> Costs:
+    """Return what was learned from a server that is up to ``most`` times faster or slower."""
+    costs, prefill_factor, load_factor = Costs(), *(most ** rng.uniform(-1, 1) for _ in range(2))
     for _ in range(64):
         prefill = _some_prefill(rng)
         costs.step_took(prefill, 0, prefill_factor * server.prefill(prefill))
@@ -170,7 +193,9 @@ def _request(server: Server, costs: Costs, case: Case, rng: random.Random) -> Ti
     loads = [ahead_pages] * case.loads + ([pages - choice.front // BLOCK_SIZE] if choice.kind != "compute" else [])
     for num_pages in loads:
         costs.load_took("host", num_pages, server.load(num_pages) * _noise(rng))
-    if choice.kind == "compute" and costs.avoids_load():
+    if choice.kind != "compute":
+        costs.num_avoided = 0
+    elif costs.avoids_load():
         costs.load_took("host", FULL_PAGES, server.load(FULL_PAGES) * _noise(rng))
     load, compute = truth.split(0), truth.compute()
     return Times(truth.time(choice), load, compute, min(load, compute, truth.best_split()), choice.kind)

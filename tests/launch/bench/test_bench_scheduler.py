@@ -18,7 +18,7 @@ from quire.launch.bench.scheduler.command import SHOWN, parse_sections, run
 from quire.launch.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
 from quire.launch.bench.scheduler.scheduler_forks import ForkSizes
 from quire.launch.bench.scheduler.scheduler_layouts import LayoutSizes
-from quire.launch.bench.scheduler.scheduler_loads import LoadSizes
+from quire.launch.bench.scheduler.scheduler_loads import LoadSizes, measure_loads
 from quire.launch.bench.scheduler.scheduler_peer import SchedulerPeer, median_of, one_core, ratio_of
 from quire.launch.bench.scheduler.scheduler_rig import BatchWorker, Rig, summary
 from quire.launch.bench.scheduler.scheduler_sections import SECTIONS, Sizes, measure
@@ -47,7 +47,7 @@ TINY = Sizes(
     new_prompts=(2, 1024),
     memory_blocks=256,
     churn=ChurnSizes(usual=LOAD, large=LOAD),
-    loads=LoadSizes(gb_per_s=(1.0, 10.0), found=(256, 8192), depths=(0, 4), first=30, visits=1),
+    loads=LoadSizes(gb_per_s=(1.0, 10.0), found=(256, 8192), depths=(0, 4), first=30, visits=1, pairs=1),
     tiers=TierSizes(batch=16, prompt_len=32, units=1, rounds=4, load_len=256, loads=3),
     forks=ForkSizes(lengths=(20, 90), children=(1, 3), rounds=4, samples=5, prompt_len=100),
     layouts=LayoutSizes(batch=16, prompt_len=32, window=20, units=1, rounds=2),
@@ -120,6 +120,13 @@ class TestSections:
         found = section("loads")
         assert found["num_cells"] == 2 * 5 * 2 * 3 and set(found["choices"]) == {"load", "compute", "split"}
         assert found["regret_percent"] < 20 and found == section("loads"), "every run gives the same figures"
+
+    def test_pairs(self) -> None:
+        """Each request beside both ways of serving it, also with costs of an earlier start under another load."""
+        sizes = LoadSizes(gb_per_s=(0.01, 0.1, 1.0, 10.0), found=(256, 2048, 8192), depths=(0,), first=1, visits=2)
+        found = measure_loads(sizes)
+        assert found["good_pairs_percent"] >= 95
+        assert found["good_pairs_after_start_percent"] >= 95
 
     @pytest.mark.full
     def test_tiers(self) -> None:

@@ -89,6 +89,21 @@ def test_an_invalid_state_is_refused(state: CostState) -> None:
         Costs(state)
 
 
+@pytest.mark.parametrize("factor", [1e-3, 0.1, 10.0, 1e4])
+def test_the_costs_of_another_load_hold_until_an_observation_contradicts_them(factor: float) -> None:
+    """After a start one load or step suffices; what was learned in this engine takes several."""
+    stale = costs_of([(0, 512, 0, 0.512 * factor)] * 64, [(64, 0.064 * factor)] * 64)
+    stale.num_avoided = 20
+    aged = Costs(stale.state)
+    aged.age()
+    assert aged.num_avoided == 0 and aged.load_seconds({"host": 64}) == stale.load_seconds({"host": 64})
+    for costs, is_found in ((aged, True), (stale, False)):
+        costs.load_took("host", 64, 0.064)
+        costs.step_took(Prefill.between(0, 512), 0, 0.512)
+        found = costs.load_seconds({"host": 64}), costs.prefill_seconds(Prefill.between(0, 512), 512, 0)
+        assert (found == pytest.approx((0.064, 0.512), rel=0.5)) == is_found
+
+
 # ---- the choice
 
 KNOWN = costs_of([(0, 512, 0, 0.512)], [(64, 0.064)])
@@ -145,6 +160,8 @@ def test_a_tier_that_is_avoided_is_probed() -> None:
     costs = Costs()
     assert [costs.avoids_load() for _ in range(2 * PROBE_INTERVAL)].count(True) == 2
     assert costs.state.num_avoided == 2 * PROBE_INTERVAL
+    costs = Costs(KNOWN.state)  # of which little is known: sooner at first
+    assert [n for n in range(1, 70) if costs.avoids_load()] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_pages_of_several_tiers_add_up() -> None:
