@@ -4,6 +4,7 @@ The size limits bound a library's time and memory: its recursion follows chains 
 automata grow with literals. The limits were measured with ``llguidance``; see ``scheduler_proc/structured/README.md``.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ DATA = ("const", "enum", "default", "examples")
 """Keywords with values that are data, not schemas."""
 _RECURSION = re.compile(r"\(\?(?:R|[0-9]|&|P>)")
 _RULE = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.\d+)?[ \t]*:", re.MULTILINE)
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\])+/|%json\s*', re.DOTALL)
+"""A string, a comment, a regular expression, or the keyword before a JSON schema."""
 _ROOT = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
@@ -94,8 +97,25 @@ def check_grammar(grammar: str) -> None:
         rules = grammar.count("::=")
     else:
         rules = len(_RULE.findall(grammar))
+        for begin, end in schemas_in_lark(grammar):
+            check_schema(grammar[begin:end])
     if rules > MAX_GRAMMAR_RULES:
         raise GrammarRefused(f"the grammar must have at most {MAX_GRAMMAR_RULES} rules; it has {rules}")
+
+
+def schemas_in_lark(grammar: str) -> list[tuple[int, int]]:
+    """Return the places of the JSON schemas in a Lark grammar, behind ``%json``. Raises GrammarRefused."""
+    found: list[tuple[int, int]] = []
+    end = 0
+    while (part := _LARK_PARTS.search(grammar, end)) is not None:
+        end = part.end()
+        if part[0].startswith("%json"):
+            try:
+                _, end = json.JSONDecoder().raw_decode(grammar, end)
+            except (ValueError, RecursionError):
+                raise GrammarRefused("the grammar cannot be used: the JSON behind its %json is not valid") from None
+            found.append((part.end(), end))
+    return found
 
 
 def check_schema(text: str) -> Any:

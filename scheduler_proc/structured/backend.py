@@ -24,7 +24,7 @@ class GrammarBusy(GrammarRefused):
     """The grammar was not compiled for lack of capacity; the client may retry."""
 
     def __init__(self) -> None:
-        super().__init__("too many structured_outputs are waiting to be compiled")
+        super().__init__("structured_outputs cannot be compiled now, for lack of CPU time or memory: retry later")
 
 
 class Matcher(Protocol):

@@ -16,17 +16,13 @@ from typing import Protocol
 from quire.protocol.process.helper import start_large_stack_thread
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.structured.backend import GrammarBusy, GrammarTooSlow
+from quire.scheduler_proc.structured.backend import GrammarTooSlow
 from quire.scheduler_proc.structured.cache import Accepted, Outcome, Source
 from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED
 
 QUICK_SECONDS = 0.1
 """CPU time of the first try. A typical schema takes 2 to 6 ms."""
-MAX_QUEUED = 1024
-"""Most grammars of one owner that wait for their first try."""
-MAX_QUEUED_SLOW = 16
-"""Most grammars of one owner that wait for the second try: half a minute's work."""
 
 
 class Check(Protocol):
@@ -51,34 +47,30 @@ class _Job:
 class _Lane:
     """One thread's queue, and the CPU time limit of its jobs."""
 
-    def __init__(self, cpu_seconds: float, max_queued: int) -> None:
+    def __init__(self, cpu_seconds: float) -> None:
         self.cpu_seconds = cpu_seconds
-        self.queue: FairQueue[_Job] = FairQueue(max_queued)
+        self.queue: FairQueue[_Job] = FairQueue()
         self.thread: threading.Thread | None = None
 
 
 class CompilePool:
     """Owns the compile threads, their jobs, and a pipe that is readable while there are outcomes.
 
-    The threads are made at the first job, because a large vocabulary takes a second and some memory.
-
-    Attributes:
-        ready_at: when a thread was last able to start a job; None before the first time.
+    The threads are made at the first job, because a large vocabulary takes a second and some memory. A queue has no
+    limit, because only a compilation shows whether a grammar is at fault: it has the jobs of the scheduler's requests.
     """
 
-    def __init__(self, make_check: Callable[[], Check], clock: Callable[[], float]) -> None:
+    def __init__(self, make_check: Callable[[], Check]) -> None:
         self._make_check = make_check
-        self._clock = clock
         self._numbers = itertools.count(1)
-        self._quick = _Lane(QUICK_SECONDS, MAX_QUEUED)
-        self._slow = _Lane(COMPILE_SECONDS, MAX_QUEUED_SLOW)
+        self._quick = _Lane(QUICK_SECONDS)
+        self._slow = _Lane(COMPILE_SECONDS)
         self._queued: dict[Source, _Job] = {}
         """Jobs with waiting requests. A job in a lane that is not here is skipped."""
         self._changed = threading.Condition()
         """Guards the lanes, ``_queued`` and ``_closing``."""
         self._closing = False
         self._outcomes: deque[tuple[Source, Outcome]] = deque()
-        self.ready_at: float | None = None
         self._read_fd, self._write_fd = os.pipe()
         for fd in (self._read_fd, self._write_fd):
             os.set_blocking(fd, False)
@@ -86,9 +78,9 @@ class CompilePool:
     def fileno(self) -> int:
         return self._read_fd
 
-    def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> bool:
-        """Queue a grammar. Returns False when too many of ``owner`` are waiting."""
-        return self._put(self._quick, _Job(source, wanted, owner))
+    def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> None:
+        """Queue a grammar."""
+        self._put(self._quick, _Job(source, wanted, owner))
 
     def withdraw(self, source: Source) -> bool:
         """Cancel a job. Returns False when it is being compiled and will have an outcome."""
@@ -115,15 +107,13 @@ class CompilePool:
         os.close(self._read_fd)
         os.close(self._write_fd)
 
-    def _put(self, lane: _Lane, job: _Job) -> bool:
+    def _put(self, lane: _Lane, job: _Job) -> None:
         with self._changed:
-            if not lane.queue.put(job.owner, job):
-                return False
+            lane.queue.put(job.owner, job)
             self._queued[job.source] = job
             if lane.thread is None:
                 lane.thread = start_large_stack_thread(lambda: self._work(lane), "grammars")
             self._changed.notify_all()
-            return True
 
     def _next(self, lane: _Lane) -> _Job | None:
         """Return the next job, waiting for it; None once the pool is closing."""
@@ -142,9 +132,8 @@ class CompilePool:
         while (job := self._next(lane)) is not None:
             outcome = self._outcome(check, job.wanted, lane.cpu_seconds)
             if isinstance(outcome, GrammarTooSlow) and lane is self._quick:
-                if self._put(self._slow, job):
-                    continue
-                outcome = GrammarBusy()
+                self._put(self._slow, job)
+                continue
             self._outcomes.append((job.source, outcome))
             with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
                 os.write(self._write_fd, b"x")
@@ -153,7 +142,6 @@ class CompilePool:
     def _outcome(self, check: Check, wanted: StructuredOutputs, cpu_seconds: float) -> Outcome:
         try:
             check.start()
-            self.ready_at = self._clock()
             return Accepted(next(self._numbers), wanted, check.check(wanted, cpu_seconds))
         except GrammarRefused as refused:
             return refused

@@ -7,23 +7,14 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by owner: first come, first served within one owner; owners take turns.
+    """Items by owner: first come, first served within one owner; owners take turns."""
 
-    Args:
-        max_per_owner: items of one owner at a time.
-    """
-
-    def __init__(self, max_per_owner: int) -> None:
-        self._max_per_owner = max_per_owner
+    def __init__(self) -> None:
         self._owners: OrderedDict[int, deque[T]] = OrderedDict()
 
-    def put(self, owner: int, item: T) -> bool:
-        """Add an item. Returns False when its owner has too many."""
-        items = self._owners.setdefault(owner, deque())
-        if len(items) >= self._max_per_owner:
-            return False
-        items.append(item)
-        return True
+    def put(self, owner: int, item: T) -> None:
+        """Add an item."""
+        self._owners.setdefault(owner, deque()).append(item)
 
     def pop(self) -> tuple[int, T] | None:
         """Remove and return the next (owner, item), or None. Its owner moves behind all others."""

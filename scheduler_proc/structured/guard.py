@@ -19,7 +19,7 @@ from quire.scheduler_proc.structured.limits import resident_bytes
 
 COMPILE_SECONDS = 1.0
 """CPU time limit of one compilation."""
-WALL_SECONDS = 15.0
+WALL_SECONDS = 30.0
 """Wall time limit of one compilation, in case the machine is overloaded or the helper is stopped."""
 MAX_COMPILE_BYTES = 192 * 2**20
 MAX_ADDRESS_BYTES = 1024 * 2**20

@@ -124,11 +124,6 @@ class MaskHelpers:
         self._poller.close()
 
     @property
-    def ready_at(self) -> float | None:
-        """When the shared helper was ready; None while it starts."""
-        return 0.0 if self._shared is None else self._shared.started_at
-
-    @property
     def has_temporary(self) -> bool:
         """Whether there are helpers that ``close_unused`` may close."""
         return bool(self._private or self._old)

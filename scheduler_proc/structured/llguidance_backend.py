@@ -13,11 +13,11 @@ from typing import Any
 import llguidance
 import msgspec
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from quire.protocol.process.host_limits import usable_cpus
-from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf
+from quire.protocol.request.grammar_checks import GrammarRefused, check, is_gbnf, schemas_in_lark
 from quire.protocol.request.output_form import Form, FreeText, InOrder, Json, OneOf, Repeat, Special, Text
 from quire.protocol.request.plain_schema import plain_schema
 from quire.protocol.request.structured_outputs import StructuredOutputs
@@ -216,9 +216,14 @@ def _grammar(wanted: StructuredOutputs, *, closes_objects: bool) -> str:
             return str(matcher.grammar_from_lark(_Lark(closes_objects=closes_objects).of(wanted.form)))
         case _:
             grammar = str(wanted.grammar)
-            return str(
-                matcher.grammar_from_lark(any_to_lark(_unescape_unicode(grammar)) if is_gbnf(grammar) else grammar)
-            )
+            if is_gbnf(grammar):
+                return str(matcher.grammar_from_lark(gbnf_to_lark(_unescape_unicode(grammar))))
+            for begin, end in reversed(schemas_in_lark(grammar)):
+                given = grammar[begin:end]
+                written = _styled(given, closes_objects=closes_objects)
+                lines = "\n" * given.count("\n")  # errors name lines of the client's text
+                grammar = f"{grammar[:begin]}{{{lines}{written[1:]}{grammar[end:]}"
+            return str(matcher.grammar_from_lark(grammar))
 
 
 class _Lark:
@@ -240,7 +245,7 @@ class _Lark:
             case Special(token_id):
                 return f"<[{token_id}]>"
             case Json(schema):
-                return self._rule(f": %json {self._schema(schema)}")
+                return self._rule(f": %json {_styled(schema, closes_objects=self._closes_objects)}")
             case FreeText(end):
                 closing = self._write(end)
                 if isinstance(end, Special):
@@ -256,10 +261,12 @@ class _Lark:
     def _rule(self, body: str) -> str:
         return self._rules.setdefault(body, f"part_{len(self._rules)}")
 
-    def _schema(self, text: str) -> str:
-        text = close_objects(text) if self._closes_objects else text
-        schema = msgspec.json.decode(plain_schema(text, KNOWN_FORMATS, keeps_unique=True))
-        return msgspec.json.encode({"x-guidance": _JSON_STYLE, **({} if schema is True else schema)}).decode()
+
+def _styled(text: str, *, closes_objects: bool) -> str:
+    """Return a schema for ``%json``, where nothing forbids the items that ``uniqueItems`` does."""
+    text = close_objects(text) if closes_objects else text
+    schema = msgspec.json.decode(plain_schema(text, KNOWN_FORMATS, keeps_unique=True))
+    return msgspec.json.encode({"x-guidance": _JSON_STYLE, **({} if schema is True else schema)}).decode()
 
 
 def _unescape_unicode(gbnf: str) -> str:

@@ -25,10 +25,8 @@ from quire.scheduler_proc.structured.helpers import MaskHelpers
 from quire.scheduler_proc.structured.masking import BUSY as NO_HELPER
 from quire.scheduler_proc.structured.masking import TOO_LARGE, TOO_SLOW, Events, Key, Masking
 
-WAIT_SECONDS = 1.8
-"""Longest wait of a request while no grammar starts compiling, its own or another."""
-START_SECONDS = 60.0
-"""Longest wait of a request while the compile threads and the guard start."""
+PRUNE_FROM = 16
+"""Fewest waiting requests among which ended ones are looked for."""
 REFUSED = ("invalid_structured_outputs", "structured_outputs")
 BUSY = ("queue_full", "structured_outputs")
 
@@ -43,14 +41,13 @@ _REFUSALS = {
 class _Wait(NamedTuple):
     source: Source
     tenant: int
-    since: float
 
 
 class GrammarManager:
     """Owns the compiled grammars, and the position of each request's output in its grammar.
 
     Does not know sockets or the order of steps. ``fileno`` is readable when ``poll`` has outcomes. While requests wait,
-    ``poll`` must also be called periodically, because no request waits longer than WAIT_SECONDS.
+    ``poll`` must also be called periodically, because a helper that does not answer is replaced.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class GrammarManager:
         check_backend(config)
         self._config = config
         self._clock = clock
-        self._pool = CompilePool(make_check or (lambda: Guard(config)), clock)
+        self._pool = CompilePool(make_check or (lambda: Guard(config)))
         self._helpers = MaskHelpers((make_helpers or MaskProcesses)(config))
         self._helpers.watch(self._pool.fileno())
         self._masking = Masking(config, self._helpers)
@@ -79,6 +76,7 @@ class GrammarManager:
         self._preparing: set[Source] = set()
         """Grammars that a mask helper compiles; those that take long are compiled while nothing else needs the CPU."""
         self._waiting: dict[Key, _Wait] = {}
+        self._prune_from = PRUNE_FROM
         self._refused: list[tuple[Key, Source, Outcome]] = []
         """Refusals known at arrival, not yet returned by ``poll``."""
 
@@ -100,13 +98,13 @@ class GrammarManager:
         """Add a request with a grammar. Returns True when it must be held until ``poll`` returns its outcome."""
         wanted = request.sampling.structured_outputs
         assert wanted is not None
-        key, source, now = (client, request.request_id), source_of(wanted), self._clock()
+        key, source = (client, request.request_id), source_of(wanted)
         self._masking.discard(key)  # an earlier request with the same id
         outcome = self._cache.get(source)
         if isinstance(outcome, Accepted) and not outcome.is_expensive:
             self._masking.add(key, outcome, request.tenant)
             return False
-        self._waiting[key] = _Wait(source, request.tenant, now)
+        self._waiting[key] = _Wait(source, request.tenant)
         if isinstance(outcome, GrammarRefused):
             self._refused.append((key, source, outcome))
         elif source in self._compiling:
@@ -122,7 +120,8 @@ class GrammarManager:
     ) -> bool:
         """Return whether a grammar will be compiled: by the guard, or in a helper if the guard has accepted it."""
         if accepted is None:
-            return self._pool.submit(source, wanted, owner=tenant)
+            self._pool.submit(source, wanted, owner=tenant)
+            return True
         return self._prepare(source, accepted, tenant)
 
     def _prepare(self, source: Source, accepted: Accepted, tenant: int) -> bool:
@@ -145,8 +144,7 @@ class GrammarManager:
             refusal = GrammarBusy() if reason == NO_HELPER else GrammarRefused(reason)
             decided += self._decide_all(source_of(grammar.wanted), refusal if reason else grammar)
         self._refuse_later()
-        decided += self._masking.take_events()
-        return [*decided, *self._overdue()] if self._waiting else decided
+        return [*decided, *self._masking.take_events()]
 
     def _checked(self, source: Source, outcome: Outcome) -> list[tuple[int, Release | Refuse]]:
         """Handle the outcome of the guard: a helper must compile an accepted grammar before its requests can start."""
@@ -167,23 +165,6 @@ class GrammarManager:
         self._preparing.discard(source)
         keys = self._compiling.pop(source, [])
         return [self._decide(key, source, outcome) for key in keys if self._is_waiting(key, source)]
-
-    def _overdue(self) -> list[tuple[int, Release | Refuse]]:
-        """Refuse requests that have waited too long. Grammars that no request waits for are no longer compiled."""
-        now, guard_at, helper_at = self._clock(), self._pool.ready_at, self._helpers.ready_at
-        ready_at = None if guard_at is None or helper_at is None else max(guard_at, helper_at)
-        overdue = [
-            (key, wait.source)
-            for key, wait in self._waiting.items()
-            if wait.source not in self._preparing and _is_late(wait.since, ready_at, now)
-        ]
-        # None of these grammars is known to be at fault: one that used up its CPU time was refused before.
-        decided = [self._decide(key, source, GrammarBusy()) for key, source in overdue]
-        for source in {source for _, source in overdue}:
-            waiting = any(self._is_waiting(key, source) for key in self._compiling.get(source, ()))
-            if not waiting and self._pool.withdraw(source):
-                del self._compiling[source]
-        return decided
 
     def _is_waiting(self, key: Key, source: Source) -> bool:
         """Return False when the request was already decided, or its id now belongs to another request."""
@@ -235,8 +216,16 @@ class GrammarManager:
         return found
 
     def prune(self, live: Collection[Key]) -> None:
-        """Forget requests that are not among ``live``. Does nothing while there are few."""
+        """Forget requests that are not among ``live``, and do not compile their grammars. Does nothing while there are
+        few."""
         self._masking.prune(live)
+        if len(self._waiting) < self._prune_from:
+            return
+        ended = {self._waiting.pop(key).source for key in [key for key in self._waiting if key not in live]}
+        for source in ended.difference(wait.source for wait in self._waiting.values()):
+            if self._pool.withdraw(source):
+                del self._compiling[source]
+        self._prune_from = max(PRUNE_FROM, 2 * len(self._waiting))
 
     def _refuse_later(self) -> None:
         """Refuse later requests with a grammar that has reached a limit."""
@@ -249,13 +238,6 @@ class GrammarManager:
         for dropped in self._cache.put(source, outcome):
             if isinstance(dropped, Accepted) and dropped is not outcome:
                 self._helpers.forget_grammar(dropped.number)
-
-
-def _is_late(since: float, ready_at: float | None, now: float) -> bool:
-    """Return whether a request waited too long. Time in which nothing could be compiled does not count."""
-    if ready_at is None:
-        return now > since + START_SECONDS
-    return now > max(since, ready_at) + WAIT_SECONDS
 
 
 def source_of(wanted: StructuredOutputs) -> Source:

@@ -1,7 +1,7 @@
 """Grammars that compile at once, in the loop's own thread, and allow even tokens."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from inline_helpers import InlineHelpers
@@ -49,17 +49,15 @@ class EvenBackend:
 class InlinePool:
     """Implements the part of ``CompilePool`` that the GrammarManager needs."""
 
-    def __init__(self, make_check: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, make_check: Any) -> None:
         self._outcomes: list[tuple[Source, Outcome]] = []
         self._numbers = itertools.count(1)
-        self.ready_at: float | None = clock()
 
     def fileno(self) -> int:
         return -1
 
-    def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> bool:
+    def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> None:
         self._outcomes.append((source, Accepted(next(self._numbers), wanted, 0)))
-        return True
 
     def withdraw(self, source: Source) -> bool:
         return False  # it was compiled at once

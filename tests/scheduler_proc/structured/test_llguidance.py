@@ -40,6 +40,7 @@ def test_json_is_compact_or_in_the_style_of_json_dumps() -> None:
 )
 def test_json_has_no_other_whitespace_and_matches_its_schema(text: str) -> None:
     assert not fits(text, json=PAIR)
+    assert not fits(f"{text};", grammar=f"start: %json {json.dumps(PAIR)} /;/")
 
 
 def test_schemas_may_be_true_or_recursive() -> None:
