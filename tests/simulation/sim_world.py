@@ -58,7 +58,7 @@ DRAIN_S = 5.0
 class NoCollector:
     """Disables the loop's garbage collection control: one process simulates many schedulers in sequence."""
 
-    def __init__(self, clock: Any) -> None:
+    def __init__(self, *given: Any) -> None:
         pass
 
     def start(self) -> None: ...
@@ -69,7 +69,7 @@ class NoCollector:
 
     def after_message(self) -> None: ...
 
-    def idle(self) -> None: ...
+    def turn(self) -> None: ...
 
 
 class World:
