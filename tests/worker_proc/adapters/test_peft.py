@@ -34,8 +34,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "llama",
         {},
         {
-            "rank_pattern": {"q_proj": 1, "layers.1.mlp.up_proj": 33},
-            "alpha_pattern": {"k_proj": 20, "0.mlp.up_proj": 1},
+            "rank_pattern": {
+                "q_proj": 1,
+                "layers.1.mlp.up_proj": 33,
+                r"^model\.layers\.[0-9]+\.self_attn\.(k|v)_proj": 6,
+            },
+            "alpha_pattern": {"k_proj": 20, "0.mlp.up_proj": 1, r".*layers\.(0|2)\..*(q|down)_proj$": 5},
         },
     ),
     "qwen3": ("qwen3", {}, {"r": 7}),
