@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from quire.launch.frontend.streams import Stream, StreamTable, call_now
-from quire.protocol.errors import EngineError
+from quire.protocol.errors import EngineError, InvalidRequest, printable
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import (
     MAX_TOOL_NAME,
@@ -35,6 +35,16 @@ ENGINE_FAULT = (
     f"engine_fault: the scheduler died {MAX_SCHEDULER_DEATHS} times while this request was in flight, with no token in "
     "between"
 )
+
+CONTROLS_OF_MODE = {"wait": ("pause_new",), "keep": ("pause",), "abort": ("pause_new", "abort_all")}
+"""The messages to the scheduler for each mode of a pause."""
+
+
+def controls_of_pause(mode: object) -> tuple[str, ...]:
+    """Return the kinds of Control of a pause; raise InvalidRequest for an unknown mode."""
+    if not isinstance(mode, str) or mode not in CONTROLS_OF_MODE:
+        raise InvalidRequest(f"mode must be wait, keep or abort (got {printable(mode)})", "mode")
+    return CONTROLS_OF_MODE[mode]
 
 
 class Session:

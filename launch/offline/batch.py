@@ -39,11 +39,11 @@ class BlockingEngine(ModelLimits, Protocol):
         """Submit a request; raise EngineError if the client is closed. ``parent``: as of ``Session.add``."""
         ...
 
-    def receive(self) -> None:
+    def wait(self) -> None:
         """Wait a bounded time for a message and apply it to the stream table.
 
         Raises:
-            EngineError: the engine has failed.
+            EngineError: the engine has failed, or a pause stops what the caller waits for.
         """
         ...
 
@@ -139,7 +139,7 @@ class Batch:
         """
         self._submit()
         while self._open:
-            self._engine.receive()
+            self._engine.wait()
             while self._touched:
                 if sample := self._open.get(self._touched.popleft()):  # else ended, if ``on_text`` makes calls
                     self._advance(sample, bar)

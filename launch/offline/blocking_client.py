@@ -37,6 +37,7 @@ class BlockingClient:
         self._engine = engine
         self._statistics: Statistics | None = None
         self._closed = False
+        self._num_received = 0
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._incarnation = engine.incarnation
@@ -74,6 +75,15 @@ class BlockingClient:
             self.receive()
         return self._statistics
 
+    def wait(self) -> None:
+        """As ``receive``. Raise EngineError too if nothing comes because of a pause, which only the caller can end."""
+        before = self._num_received
+        self.receive()
+        if self.session.pause and self._num_received == before:
+            statistics = self.ask(Control("statistics", 1))
+            if self._num_received == before + 1 and (self.session.pause == "pause" or not statistics.num_running):
+                raise EngineError("this LLM is paused: call resume before you wait for answers")
+
     def receive(self) -> None:
         """Wait a bounded time for a message and apply it to the stream table.
 
@@ -89,6 +99,7 @@ class BlockingClient:
         except zmq.ZMQError:
             self._check_open()  # a signal's handler has closed it
             raise
+        self._num_received += message is not None
         if isinstance(message, Statistics):
             self._statistics = message
         self._check_link(message is None or self.session.take(message))

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
+from quire.launch.frontend.session import controls_of_pause
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.calls import Calls, LoRAInput, OnText
 from quire.launch.offline.engine_thread import EngineThread
@@ -329,6 +330,20 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False if requests hold blocks, without dropping any."""
         return self._calls.ask(Control("reset_prefix_cache", 1)).done
+
+    def pause(self, mode: str = "wait") -> None:
+        """Pause the engine, and return at once. Calls that would wait for the end of the pause raise EngineError.
+
+        Args:
+            mode: wait: running requests finish, and no other begins; keep: nothing is computed, and running requests
+                continue after ``resume``; abort: as wait, and all requests end with finish reason ``abort``.
+        """
+        for kind in controls_of_pause(mode):
+            self._calls.ask(Control(kind, 1))
+
+    def resume(self) -> None:
+        """End the pause."""
+        self._calls.ask(Control("resume", 1))
 
 
 def _end(pid: int, parts: contextlib.ExitStack) -> None:

@@ -69,7 +69,7 @@ class PooledBatch:
         most = self.engine.config.max_num_queued_reqs or MAX_SUBMITTED
         self._submit(min(most, MAX_SUBMITTED))
         while self._open:
-            self.engine.receive()
+            self.engine.wait()
             while self._ready:
                 self._take(self._ready.popleft(), bar)
             self._submit(min(most, MAX_SUBMITTED))

@@ -76,7 +76,7 @@ class RunningRequest:
         while not self.finished and (num_tokens is None or len(output.token_ids) < num_tokens):
             with self.reading.engine.turn():
                 if not self._take():
-                    self.reading.engine.receive()
+                    self.reading.engine.wait()
         return output
 
     def abort(self) -> None:

@@ -16,8 +16,10 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
         pooling: the hidden state that a vector or classification is made of: that of the last token, the mean of all,
             or that of the first token.
         normalize: vectors are normalised to length 1.
-        size: entries of a vector.
-        matryoshka_dimensions: the numbers of entries to which a vector may be cut; empty: any up to ``size``.
+        size: entries of a hidden state, and of a vector that is not cut.
+        truncate_dim: entries that are left of a vector after its normalisation, unless a request asks for dimensions,
+            which are cut before it; 0: all.
+        matryoshka_dimensions: the numbers of entries to which a vector may be cut; empty: any up to the two above.
         labels: names of the labels of a classification, in their order; empty without one.
         activation: of a classification, unless a request switches it off.
         label_token_ids: one or two tokens: the logit of a classification's only label is that of the last token, less
@@ -46,6 +48,7 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
     default_prompt: str = ""
     message_format: Literal["", "flat", "structured"] = ""
     template_variables: dict[str, bool | int | str] = {}
+    truncate_dim: int = 0
 
     def needs_every_token(self, task: PoolingTask) -> bool:
         """Whether the hidden states of all tokens of a prompt are needed, so that none may come from a cache."""
@@ -55,11 +58,12 @@ class PoolingConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of values of one row of a result."""
         if task == "classify":
             return 1 if self.label_token_ids else len(self.labels)
-        return min(dimensions or self.size, self.size)
+        return min(dimensions or (task == "embed" and self.truncate_dim) or self.size, self.size)
 
     def dimensions_allowed(self, dimensions: int) -> str:
         """Return "" if a vector may be cut to this number of entries, or which numbers are allowed."""
+        most = self.truncate_dim or self.size
         if not self.matryoshka_dimensions:
-            return "" if 1 <= dimensions <= self.size else f"an integer from 1 to {self.size}"
-        sizes = sorted({*self.matryoshka_dimensions, self.size})
+            return "" if 1 <= dimensions <= most else f"an integer from 1 to {most}"
+        sizes = sorted({*self.matryoshka_dimensions, most})
         return "" if dimensions in sizes else f"one of {', '.join(map(str, sizes))}"

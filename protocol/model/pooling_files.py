@@ -260,7 +260,8 @@ def _sized(files: _Files, fields: Fields, model: Shape, pooling: Pooling, *, nor
         tasks=_EMBEDDING,
         pooling=pooling,
         normalize=normalize,
-        size=size,
+        size=model.hidden_size,
+        truncate_dim=size if size < model.hidden_size else 0,
         matryoshka_dimensions=sorted(set(cuts)),
         **files.common(model),
     )

@@ -365,6 +365,12 @@ class Statistics(Message, frozen=True, tag=22):
     """Choices of this time that failed."""
     tenant_service: list[tuple[int, int]] = []
     """Service of each tenant since this scheduler began, as in TenantService; empty with fewer than two API keys."""
+    num_drafts: int = 0
+    """Rounds of drafts: sampled outputs for which at least one draft token was verified."""
+    num_accepted_tokens_per_pos: dict[str, int] = {}
+    """Number of rounds that accepted the draft token at this position, from 0 on; empty without drafts."""
+    num_invalid_draft_tokens: int = 0
+    """Draft tokens that a grammar forbids, and those after them."""
 
 
 class EngineState(Message, frozen=True, tag=23):

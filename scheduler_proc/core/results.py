@@ -269,6 +269,9 @@ class Results:
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Subtract the positions of missing and rejected drafts, and pass the outcome to the draft policy."""
         request.subtract_drafts(drafts - accepted)
+        self._stats.num_drafts += verified > 0
+        for position in range(accepted):
+            self._stats.num_accepted_tokens_per_pos[position] += 1
         self._stats.num_draft_tokens += verified
         self._stats.num_accepted_tokens += accepted
         self._drafting.verified(request.draft_state, verified, accepted)

@@ -119,7 +119,7 @@ class Scheduler:
         self.pause = ""
         """Empty, ``pause_new`` (no request is admitted) or ``pause`` (no step is scheduled)."""
         self.decisions = RecentDecisions()
-        self.stats = Counters()
+        self.stats = Counters(config.num_speculative_tokens)
         self._drafting = make_draft_policy(config)
         self.transfers = Transfers(config, self.table, self.kv, self.decisions, self.stats, Costs(costs))
         self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)

@@ -21,7 +21,7 @@ MAX_LISTED = 200
 class Counters:
     """Totals since start, with the field names of the Statistics message."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_speculative_tokens: int) -> None:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hit_tokens = 0
@@ -31,10 +31,12 @@ class Counters:
         self.refused_messages = 0
         self.num_requests_refused = 0
         self.num_stray_messages = 0
+        self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.num_worker_restarts = 0
 
+        self.num_accepted_tokens_per_pos = [0] * num_speculative_tokens
         self.steps_by_size: defaultdict[int, int] = defaultdict(int)
         """Number of steps by their number of tokens: one cheap operation per step."""
 
@@ -122,6 +124,7 @@ def make_statistics(
         load_choices=dict(decisions.load_choices),
         tiers=tiers,
         evictions_by_policy={} if pool.releases is None else dict(pool.releases.num_evicted),
+        num_accepted_tokens_per_pos={str(at): n for at, n in enumerate(counters.num_accepted_tokens_per_pos)},
         **counters.as_dict(),
     )
 

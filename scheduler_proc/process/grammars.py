@@ -40,6 +40,10 @@ class Grammars:
         """Whether requests wait for a grammar or its bitmasks: ``release`` must then be called periodically."""
         return self._manager.has_waiting_requests
 
+    @property
+    def num_invalid_drafts(self) -> int:
+        return self._manager.num_invalid_drafts
+
     def hold(self, scheduler: Scheduler, request: AddRequest, client: int) -> None:
         """Hold a new request until its grammar is compiled, unless the scheduler has refused it or it uses none."""
         if request.sampling.structured_outputs is None or request.pooling is not None:

@@ -217,7 +217,8 @@ class SchedulerLoop:
 
     def _with_process_counters(self, statistics: Statistics) -> Statistics:
         counts = {"num_trace_lines_lost": self._journal.num_lost_lines, "num_slow_steps": self._deadline.num_slow}
-        return self._step_times.add_to(statistics, block_size=self._config.block_size, **counts)
+        counts |= {"block_size": self._config.block_size, "num_invalid_draft_tokens": self._grammars.num_invalid_drafts}
+        return self._step_times.add_to(statistics, **counts)
 
     # ---- the workers
 

@@ -32,13 +32,20 @@ class StepTimes:
             self.update.observe(update)
 
     def add_to(
-        self, statistics: Statistics, *, num_trace_lines_lost: int, num_slow_steps: int, block_size: int
+        self,
+        statistics: Statistics,
+        *,
+        num_trace_lines_lost: int,
+        num_slow_steps: int,
+        num_invalid_draft_tokens: int,
+        block_size: int,
     ) -> Statistics:
         """Return the statistics with the histograms and the other figures of this process."""
         return msgspec.structs.replace(
             statistics,
             num_trace_lines_lost=num_trace_lines_lost,
             num_slow_steps=num_slow_steps,
+            num_invalid_draft_tokens=num_invalid_draft_tokens,
             block_size=block_size,
             step_schedule=self.schedule.histogram(),
             step_worker=self.worker.histogram(),

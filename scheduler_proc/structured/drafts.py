@@ -2,11 +2,20 @@
 
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
+from quire.scheduler_proc.structured.backend import Masks
 
 
 def has_drafts(record: InFlightStep) -> bool:
     """Return whether the bitmasks of a step depend on its draft tokens."""
     return any(row.num_drafts for row in record.constrained)
+
+
+def num_invalid(drafts: list[int], masks: Masks) -> int:
+    """Return how many of an output's drafts its masks forbid, the first such draft and those after it."""
+    for at, token in enumerate(drafts):
+        if not masks[at, token >> 5] >> (token & 31) & 1:
+            return len(drafts) - at
+    return 0
 
 
 def drafts_of(record: InFlightStep, proposed: Proposed, vocab_size: int) -> dict[int, list[int]]:

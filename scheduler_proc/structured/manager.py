@@ -182,6 +182,11 @@ class GrammarManager:
 
     # ---- masks
 
+    @property
+    def num_invalid_drafts(self) -> int:
+        """Number of draft tokens that grammars forbade, and of those after them."""
+        return self._masking.num_invalid_drafts
+
     def ask(self, record: InFlightStep, proposed: Proposed | None = None) -> None:
         """Ask for the bitmasks that a step awaits. All tokens before the step must be known.
 

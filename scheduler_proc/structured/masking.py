@@ -14,6 +14,7 @@ from quire.scheduler_proc.requests.events import Fail, Hold, Release
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.backend import Masks
 from quire.scheduler_proc.structured.cache import Accepted
+from quire.scheduler_proc.structured.drafts import num_invalid
 from quire.scheduler_proc.structured.helpers import HelperState, MaskHelpers
 from quire.scheduler_proc.structured.limits import (
     MAX_STRIKES,
@@ -109,6 +110,7 @@ class Masking:
         self._numbers = itertools.count(1)
         self._step: _Step | None = None
         self._patience = Patience()
+        self.num_invalid_drafts = 0
         self._unsent: dict[int, Output] = {}
         """Outputs whose ask no helper has yet."""
         self._held: set[int] = set()
@@ -207,6 +209,7 @@ class Masking:
                 events.append((request.client, fail))
             else:
                 active.append((request, output.filled[: 1 + len(output.drafts)]))
+                self.num_invalid_drafts += num_invalid(output.drafts, output.filled)
                 output.num_known = -1  # the token that follows is sampled with them
         return _message(step.record.step, active), events
 

@@ -108,7 +108,8 @@ class Pooler:
     def values(self, hidden: torch.Tensor, group: "_Group") -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values of a group, float32 ``[rows, width]``, and whether each row is not finite."""
         raw = self._raw(hidden, group)
-        return self._activated(raw, group.kind), raw.isfinite().all(1).logical_not()
+        width = self._config.width(group.kind.task, group.kind.dimensions)
+        return self._activated(raw, group.kind)[:, :width].contiguous(), raw.isfinite().all(1).logical_not()
 
     def _raw(self, hidden: torch.Tensor, group: "_Group") -> torch.Tensor:
         kind = group.kind
@@ -120,7 +121,7 @@ class Pooler:
                 chosen = chosen / group.lengths[:, None]
         if kind.task == "classify":
             return self._model.classify(chosen.to(hidden.dtype))
-        return chosen[:, : self._config.width(kind.task, kind.dimensions)].float()
+        return chosen[:, : kind.dimensions or None].float()
 
     def _activated(self, raw: torch.Tensor, kind: "_Kind") -> torch.Tensor:
         if not kind.use_activation:

@@ -6,6 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.launch.frontend.session import controls_of_pause
 from quire.launch.http.schema.errors import ApiError, shorten
 from quire.launch.http.serving.body import json_response, read_body
 from quire.launch.http.serving.server import Server
@@ -13,8 +14,6 @@ from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import PAUSE_MODES, Histogram, RequestState, Statistics, TenantState
 
 TIMEOUT_S = 5.0
-# The messages to the scheduler for each mode of a pause.
-CONTROLS_OF_MODE = {"wait": ("pause_new",), "keep": ("pause",), "abort": ("pause_new", "abort_all")}
 
 
 class PauseState(msgspec.Struct, frozen=True):
@@ -81,9 +80,7 @@ class DetailedState(msgspec.Struct, frozen=True, kw_only=True):
 async def pause(server: Server, request: Request) -> Response:
     """Pause in the mode of the query, and return at once."""
     mode = (await query_parameters(request, "mode")).get("mode", "wait")
-    if mode not in CONTROLS_OF_MODE:
-        raise InvalidRequest(f"mode must be wait, keep or abort (got {shorten(mode)})", "mode")
-    for kind in CONTROLS_OF_MODE[mode]:
+    for kind in controls_of_pause(mode):
         statistics = await _control(server, kind)
     return json_response(_pause_state(server, statistics))
 

@@ -30,8 +30,14 @@ COUNTERS = (
     ("num_evicted_blocks", "Number of cached blocks evicted.", "num_evicted_blocks"),
     ("num_preemptions", "Number of preemptions.", "num_preemptions"),
     ("num_requests_refused", "Number of sequences that the scheduler refused.", "num_requests_refused"),
+    ("spec_decode_num_drafts", "Number of rounds of draft tokens.", "num_drafts"),
     ("spec_decode_num_draft_tokens", "Number of draft tokens proposed.", "num_draft_tokens"),
     ("spec_decode_num_accepted_tokens", "Number of draft tokens accepted.", "num_accepted_tokens"),
+    (
+        "spec_decode_num_invalid_draft_tokens",
+        "Number of draft tokens that a grammar forbids, and those after them.",
+        "num_invalid_draft_tokens",
+    ),
     ("num_slow_steps", "Number of steps slower than 5 times the usual time and 0.5 s.", "num_slow_steps"),
     ("num_trace_lines_lost", "Number of trace lines dropped because the disk was too slow.", "num_trace_lines_lost"),
 )
@@ -232,6 +238,9 @@ class EngineCollector(Collector):
             "reason",
             current.preemptions_by_reason,
         )
+        if by_position := current.num_accepted_tokens_per_pos:
+            name, text = "spec_decode_num_accepted_tokens_per_pos", "Number of draft tokens accepted, by position."
+            yield names.by_label(CounterMetricFamily, name, text, "position", by_position)
         for kind, name, text, field_name in TIERS if current.tiers else ():
             by_tier = {tier.name: getattr(tier, field_name) for tier in current.tiers}
             yield names.by_label(kind, name, text, "tier", by_tier)

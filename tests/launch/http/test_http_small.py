@@ -139,6 +139,9 @@ class TestMetrics:
             kv_block_lifetime=Histogram([0.5, 1.0], [2, 0, 1], 4.5),
             num_draft_tokens=20,
             num_accepted_tokens=7,
+            num_drafts=9,
+            num_accepted_tokens_per_pos={"0": 5, "1": 2},
+            num_invalid_draft_tokens=4,
         )
         lines = client.get("/metrics").text.splitlines()
         for line in (
@@ -150,6 +153,9 @@ class TestMetrics:
             'quire:num_requests_refused_total{model_name="tiny"} 4.0',
             'quire:spec_decode_num_draft_tokens_total{model_name="tiny"} 20.0',
             'quire:spec_decode_num_accepted_tokens_total{model_name="tiny"} 7.0',
+            'quire:spec_decode_num_drafts_total{model_name="tiny"} 9.0',
+            'quire:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="1"} 2.0',
+            'quire:spec_decode_num_invalid_draft_tokens_total{model_name="tiny"} 4.0',
             'quire:kv_block_lifetime_seconds_bucket{le="0.5",model_name="tiny"} 2.0',
             'quire:kv_block_lifetime_seconds_bucket{le="1.0",model_name="tiny"} 2.0',
             'quire:kv_block_lifetime_seconds_bucket{le="+Inf",model_name="tiny"} 3.0',

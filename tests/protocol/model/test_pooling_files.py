@@ -98,7 +98,9 @@ def test_sizes_of_vectors(tmp_path: Path) -> None:
     whole = {"__version__": {}, "truncate_dim": 48}
     cut = {"config.json": QWEN3 | {"is_matryoshka": True, "matryoshka_dimensions": [32, 16, 32]}}
     found = pooling(tmp_path, EMBEDDING | cut | {"config_sentence_transformers.json": whole})
-    assert (found.size, found.matryoshka_dimensions, found.prompts) == (48, [16, 32], {})
+    assert (found.size, found.matryoshka_dimensions, found.prompts) == (64, [16, 32], {})
+    assert (found.width("embed"), found.width("embed", 16), found.width("token_embed")) == (48, 16, 64)
+    assert found.dimensions_allowed(48) == "" and found.dimensions_allowed(64) == "one of 16, 32, 48"
     uncut = pooling(tmp_path, EMBEDDING | {"config.json": QWEN3 | {"is_matryoshka": False}})
     assert uncut.matryoshka_dimensions == [64]
 

@@ -44,6 +44,9 @@ def test_stream_does_not_depend_on_drafts(asynchronous: bool, quality: float) ->
     statistics = driver.scheduler.statistics()
     assert statistics.num_draft_tokens == driver.worker.num_accepted_drafts + driver.worker.num_rejected_drafts > 0
     assert statistics.num_accepted_tokens == driver.worker.num_accepted_drafts
+    by_position = list(statistics.num_accepted_tokens_per_pos.values())
+    assert sum(by_position) == statistics.num_accepted_tokens and by_position == sorted(by_position, reverse=True)
+    assert by_position[0] <= statistics.num_drafts <= statistics.num_draft_tokens
     assert statistics.generation_tokens == 20 + 21 + 22 + 23
 
 

@@ -117,6 +117,8 @@ def test_drafts_do_not_change_outputs(
     statistics = engine.statistics()
     assert 0 < statistics.num_accepted_tokens <= statistics.num_draft_tokens
     assert wrong_every > 100 or statistics.num_accepted_tokens < statistics.num_draft_tokens
+    rejected = statistics.num_draft_tokens - statistics.num_accepted_tokens
+    assert (0 < engine.grammars.num_invalid_drafts <= rejected) == (wrong_every < 100)
 
 
 def test_other_kinds_of_constraints() -> None:

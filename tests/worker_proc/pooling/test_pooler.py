@@ -97,6 +97,11 @@ def test_vectors_equal_those_of_sentence_transformers(name: str, mode: str, tmp_
         [text_of(PROMPTS[1])], truncate_dim=8, normalize_embeddings=True)[0], atol=1e-4)  # fmt: skip
     tokens = model.encode([text_of(LONG[0])], output_value="token_embeddings")[0].numpy()
     assert cosines(PoolingRunner(folder).pool([Pooled(LONG[0], TOKENS)], chunk=500)[0], tokens).min() >= 0.9999
+    settings = folder / "config_sentence_transformers.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"truncate_dim": 8}))
+    short, each = PoolingRunner(folder).pool([Pooled(PROMPTS[1]), Pooled(LONG[0], TOKENS)])
+    np.testing.assert_allclose(short[0], type(model)(str(folder)).encode(text_of(PROMPTS[1])), atol=1e-4)
+    assert np.asarray(each).shape == tokens.shape
 
 
 @pytest.mark.parametrize("name", BI_ENCODERS)
