@@ -158,7 +158,7 @@ def _run(
                 write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
             engines = f", {counted(len(processes.slots), 'engine')}"
         else:
-            write_line(_kv_cache_line(config, processes.policy.ready_detail))
+            write_line(_kv_cache_line(config, processes.policy.ready_report.detail))
         write_line(f"Quire {__version__} serves {about} (ready in {seconds:.1f} s{engines})")
     while not signals.count:
         processes.watch(None)

@@ -29,6 +29,7 @@ class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
         block_size: tokens of its KV blocks; 0 until it has been ready.
         num_starts: number of times that it was started.
         detail: why it is not serving, in one line; may be empty.
+        device: what computes its steps: engines with equal ones are equally fast. Empty until it has been ready.
     """
 
     engine: int
@@ -38,6 +39,7 @@ class EnginePlace(msgspec.Struct, array_like=True, frozen=True):
     block_size: int = 0
     num_starts: int = 0
     detail: str = ""
+    device: str = ""
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):

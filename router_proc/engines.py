@@ -13,7 +13,7 @@ from quire.protocol.routing import EnginePlace, RoutingConfig
 from quire.protocol.wire.front_end_messages import Statistics
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.router_proc.core.events import CacheChanged, CacheForgotten, EngineMeasured
-from quire.router_proc.core.pace import Pace
+from quire.router_proc.core.pace import Pace, compare
 from quire.router_proc.core.tenants import TenantBook
 from quire.router_proc.engine_link import EngineLink
 from quire.router_proc.follower import Follower
@@ -64,8 +64,9 @@ class Engine:
         config = _read_config(place)
         self.feed = Feed(place, config, sockets, consume) if config.feeds_router else None
         self.link = EngineLink(lambda: sockets.open_link(place), pid)
-        self._pace = Pace()
-        self._measured: EngineMeasured | None = None
+        self.pace = Pace()
+        self._max_blocks = 0
+        self._measured = EngineMeasured(place.engine)
         self._logged = ""
 
     def tick(self, now: float) -> Statistics | None:
@@ -77,13 +78,17 @@ class Engine:
             newest = statistics
         self.link.poll()
         if newest is not None:
-            self._pace.update(newest)
+            self.pace.update(newest)
             pools = newest.num_usable_blocks + sum(tier.num_pages for tier in newest.tiers)
-            measured = EngineMeasured(self.place.engine, self._pace.seconds_per_token, 2 * pools + SLACK_BLOCKS)
-            if measured != self._measured:
-                self._measured = measured
-                self._consume(measured)
+            self._max_blocks = 2 * pools + SLACK_BLOCKS
         return newest
+
+    def report(self, pace: float) -> None:
+        """Let the Router know what has been measured, ``pace`` to two digits: a trace has a line for each change."""
+        measured = EngineMeasured(self.place.engine, round(pace, 2), self._max_blocks)
+        if measured != self._measured:
+            self._measured = measured
+            self._consume(measured)
 
     def log_distrust(self, follower: Follower) -> None:
         """Log once why the engine is not indexed."""
@@ -149,6 +154,9 @@ class Engines:
                 self._tenants.report(number, dict(statistics.tenant_service))
                 if served := self._tenants.take(number):
                     engine.link.send_service(served)
+        engines = list(self._engines.values())
+        for engine, pace in zip(engines, compare([engine.pace for engine in engines]), strict=True):
+            engine.report(pace)
         for number, follower in self._followers():
             self._engines[number].log_distrust(follower)
 

@@ -14,7 +14,8 @@ from quire.protocol.wire.router_messages import Routed
 from quire.router_proc.core.events import CacheChanged, RouterEvent
 
 FORMAT = "quire router trace"
-VERSION = 1
+VERSION = 2
+"""2: the paces of engines are relative, and count between unlike devices only; a replay refuses 1."""
 
 log = event_logger("router")
 

@@ -50,7 +50,7 @@ def run(directory: Path, child: Child, worker: WorkerProgram, *, standby: bool) 
                     case "stop":
                         return
             if supervisor.is_ready and not was_ready:
-                child.report(Report("ready", detail=supervisor.policy.ready_detail))
+                child.report(supervisor.policy.ready_report)
             was_ready = supervisor.is_ready
 
 

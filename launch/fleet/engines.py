@@ -96,7 +96,7 @@ class Engines:
 
     def ready(self, slot: EngineSlot, report: Report, now: float) -> None:
         slot.block_size = int(report.detail.get("block_size", 0))
-        slot.ready_detail = report.detail
+        slot.ready_detail, slot.device = report.detail, report.text
         if slot.state != "starting":
             return  # its workers were replaced
         slot.has_settled = self._has_served = True

@@ -40,6 +40,7 @@ class EngineSlot:
     incarnation: int = 1
     block_size: int = 0
     detail: str = ""
+    device: str = ""
     ready_detail: dict[str, float] = field(default_factory=dict)
 
     def place(self, root: str) -> EnginePlace:
@@ -52,6 +53,7 @@ class EngineSlot:
             self.block_size,
             self.num_starts,
             self.detail,
+            self.device,
         )
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import psutil
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.process.host_limits import usable_cpus
+from quire.protocol.process.host_limits import cpu_model, usable_cpus
 from quire.protocol.process.log import one_line
 from quire.version import __version__
 
@@ -139,7 +139,7 @@ def flat(tree: Mapping[str, Any], separator: str = ".", above: str = "") -> dict
 def machine_facts() -> dict[str, Any]:
     """Return facts about the machine and its packages. No paths and no host name, because reports are shared."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": usable_cpus(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -147,15 +147,6 @@ def machine_facts() -> dict[str, Any]:
         "packages": {"quire": __version__} | {name: _version(name) for name in ("torch", "numpy")},
         "load1": round(os.getloadavg()[0], 2),
     }
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or "unknown"
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
 
 
 def _version(package: str) -> str:

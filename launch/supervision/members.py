@@ -88,7 +88,7 @@ class Member:
     """The last worker epoch that it reported to have joined."""
     failure: Report | None = None
     failed_at: float = 0.0
-    detail: dict[str, float] = field(default_factory=dict)
+    ready_report: Report = field(default_factory=lambda: Report("ready"))
 
     @property
     def name(self) -> str:

@@ -208,9 +208,9 @@ class SupervisionPolicy:
         return found
 
     @property
-    def ready_detail(self) -> dict[str, float]:
+    def ready_report(self) -> Report:
         """What the scheduler reported when the workers were ready."""
-        return self.scheduler.detail if self.scheduler is not None else {}
+        return self.scheduler.ready_report if self.scheduler is not None else Report("ready")
 
     @property
     def scheduler(self) -> Member | None:
@@ -351,7 +351,7 @@ class SupervisionPolicy:
         else:
             self._deaths["frontend"] = 0  # front ends can start, so the next death is not one in a row
         member.ready = True
-        member.detail = report.detail
+        member.ready_report = report
 
     def _find(self, process: Process) -> Member | None:
         return next((m for m in self.members if m.process is process), None)

@@ -48,7 +48,8 @@ class Report(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         event: started; alive (``text``: what the start of a worker does now); joined (a worker moves to the group of
-            ``worker_epoch``); ready (the scheduler: that group can run steps; a front end: it accepts connections);
+            ``worker_epoch``); ready (the scheduler: that group can run steps, on the device ``text``; a front end: it
+            accepts connections);
             progress (that group committed a first token); suspect_confirmed (a request that made that group die has
             ended); group_failed (the scheduler gives that group up for the reason ``text``); failed (the child exits
             for the reason ``text``); incarnation (an engine: its scheduler now is ``incarnation``); drained (a front

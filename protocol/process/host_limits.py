@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import platform
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,16 @@ def group_bytes(own: Path, mount: Path) -> Iterator[int]:
         left = _left(folder, *(("memory.max", "memory.current", "inactive_file") if is_v2 else v1))
         if left is not None:
             yield left
+
+
+def cpu_model() -> str:
+    """Return the name of the CPU, or "unknown"."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"
 
 
 def usable_cpus() -> int:

@@ -124,7 +124,7 @@ class SampleInputs(Message, frozen=True, tag=33):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True):
-    """Use of the device's memory in bytes, decided before any weight is read."""
+    """Use of the device's memory in bytes, decided before any weight is read. ``device``: in a Ready, its model."""
 
     device: str
     total: int

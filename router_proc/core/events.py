@@ -31,12 +31,12 @@ class EngineMeasured(Message, frozen=True, tag=67):
     """The size and the speed of an engine, as measured.
 
     Attributes:
-        seconds_per_token: what a token of a prompt takes; 0 while it is not known.
+        pace: the time of its steps over the mean of all engines for like steps; 1 while it is not known.
         max_blocks: most blocks that its caches hold in all media; 0 while it is not known.
     """
 
     engine: int
-    seconds_per_token: float = 0.0
+    pace: float = 1.0
     max_blocks: int = 0
 
 

@@ -4,9 +4,6 @@ from collections import OrderedDict
 
 from quire.protocol.routing import KEY_BYTES
 
-DEFAULT_SECONDS_PER_TOKEN = 1e-4
-"""Until an engine has been measured. Only differences between engines, and the ratio to constant times, matter."""
-
 Ticket = tuple[int, int]
 """(client, ticket of the client)."""
 
@@ -35,7 +32,8 @@ class EngineLoad:
     Attributes:
         queue_tokens: uncached tokens of requests that have not started.
         num_waiting, num_running: requests that have not started, and those that have.
-        seconds_per_token: what a token of a prompt takes.
+        measured: its pace as of EngineMeasured.
+        pace: what a token takes, beside the fastest device.
         last_chosen: number of the last choice of this engine, from 1; 0 without one.
         keys_per_block: number of keys of a request per block of the counted group.
     """
@@ -45,17 +43,18 @@ class EngineLoad:
         "_expected",
         "keys_per_block",
         "last_chosen",
+        "measured",
         "num_running",
         "num_waiting",
+        "pace",
         "queue_tokens",
-        "seconds_per_token",
     )
 
     def __init__(self) -> None:
         self.queue_tokens = 0
         self.num_waiting = 0
         self.num_running = 0
-        self.seconds_per_token = DEFAULT_SECONDS_PER_TOKEN
+        self.measured = self.pace = 1.0
         self.last_chosen = 0
         self.keys_per_block = 1
         self._expected: dict[bytes, tuple[Ticket, bytes]] = {}

@@ -7,7 +7,7 @@ from quire.protocol.process.router_figures import RouterFigures
 from quire.protocol.routing import KEY_BYTES, EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
-from quire.router_proc.core.choice import Option, Question, choose, complete_measures
+from quire.router_proc.core.choice import Option, Question, choose, set_paces
 from quire.router_proc.core.events import (
     CacheChanged,
     CacheForgotten,
@@ -17,7 +17,7 @@ from quire.router_proc.core.events import (
     RouterEvent,
 )
 from quire.router_proc.core.index import NO_HIT, BlockIndex, Hit, keys_of
-from quire.router_proc.core.load import DEFAULT_SECONDS_PER_TOKEN, EngineLoad, Placement, Ticket
+from quire.router_proc.core.load import EngineLoad, Placement, Ticket
 
 MAX_JOBS = 65_536
 """Jobs whose last engine is remembered, those with the newest requests."""
@@ -38,7 +38,6 @@ class Router:
         self.index = BlockIndex()
         self._places: dict[int, EnginePlace] = {}
         self._loads: dict[int, EngineLoad] = {}
-        self._measured: dict[int, float] = {}
         self._accepting: list[int] = []
         """Engines that serve, by number."""
         self._placements: dict[Ticket, Placement] = {}
@@ -172,24 +171,26 @@ class Router:
                 self._forget_engine(engine)
         for engine in self._places:
             self._loads.setdefault(engine, EngineLoad())
-        complete_measures(self._loads, self._measured, DEFAULT_SECONDS_PER_TOKEN)
+        self._set_paces()
         self._accepting = sorted(engine for engine, place in self._places.items() if place.state == "serving")
 
     def _forget_engine(self, engine: int) -> None:
         for ticket in [ticket for ticket, placement in self._placements.items() if placement.engine == engine]:
             del self._placements[ticket]
         del self._loads[engine]
-        self._measured.pop(engine, None)
         self.index.forget(engine)
 
     def _engine_measured(self, event: EngineMeasured) -> None:
         if event.engine not in self._loads:
             return
-        if event.seconds_per_token > 0:
-            self._measured[event.engine] = event.seconds_per_token
-            complete_measures(self._loads, self._measured, DEFAULT_SECONDS_PER_TOKEN)
+        if event.pace > 0:
+            self._loads[event.engine].measured = event.pace
+            self._set_paces()
         if event.max_blocks > 0:
             self.index.limit(event.engine, event.max_blocks)
+
+    def _set_paces(self) -> None:
+        set_paces([(self._places[engine].device, load) for engine, load in self._loads.items()])
 
     def _cache_changed(self, event: CacheChanged) -> None:
         if event.engine in self._loads:
@@ -210,10 +211,6 @@ class Router:
                 assert_never(change)
 
     # ---- figures
-
-    def seconds_per_token(self, engine: int) -> float:
-        """Return what a token of a prompt takes on an engine, as far as it has been measured."""
-        return self._loads[engine].seconds_per_token
 
     def figures(self) -> RouterFigures:
         """Return the Router's part of the figures."""

@@ -341,7 +341,7 @@ class SchedulerLoop:
             pools = "the new workers have {} KV blocks of {} tokens, but the previous workers had {} of {}"
             raise EngineError(pools.format(*found, *expected))
         self._transfers.begin(scheduler, workers)
-        self._child.report(Report("ready", detail=ready.detail, worker_epoch=workers.worker_epoch))
+        self._child.report(Report("ready", ready.plan.device, detail=ready.detail, worker_epoch=workers.worker_epoch))
         if not scheduler.table.requests:
             self._report_progress()  # no request will generate a token
         self._front_ends.announce(EngineState("ready"))

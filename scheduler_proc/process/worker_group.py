@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from quire.protocol.config import FIRST_WORKER_EPOCH
@@ -111,7 +112,8 @@ class WorkerGroup:
             raise EngineError("the ranks chose different KV block sizes: their attention libraries must be the same")
         fewest = [min(counts) for counts in zip(*(r.num_blocks for r in self._ready.values()), strict=True)]
         slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
-        return Ready(fewest, self._ready[0].plan, slowest.timings)
+        devices = ", ".join(sorted(each.plan.device for each in self._ready.values()))
+        return Ready(fewest, msgspec.structs.replace(self._ready[0].plan, device=devices), slowest.timings)
 
     def agreed(self) -> tuple[int, Received] | None:
         """Return (0, the next result on which all ranks agree), or None. Raises EngineError when they disagree."""

@@ -48,7 +48,7 @@ class FakeEngine:
         directory = root / f"engine-{number}.1"
         directory.mkdir(mode=0o700)
         (directory / "config").write_bytes(msgspec.msgpack.encode(config))
-        self.place = EnginePlace(number, str(directory), 1, "serving", config.block_size, 1)
+        self.place = EnginePlace(number, str(directory), 1, "serving", config.block_size, 1, device=f"device {number}")
         publisher = KVEventPublisher(context, *kv_events_address(directory, 1), number)
         self.feeds = KVEventFeeds([publisher], number)
         layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
@@ -56,6 +56,8 @@ class FakeEngine:
         self.hub = ZmqHub(context, frontend_address(directory, 1), FrontEndToScheduler)
         self.statistics = Statistics(0, num_usable_blocks=100)
         self.received: list[Message] = []
+        self.step_s = 0.01
+        self.num_steps = 0
 
     def store(self, hashes: list[bytes]) -> None:
         self.recorder.stored(hashes, "device")
@@ -69,7 +71,10 @@ class FakeEngine:
                 case Hello():
                     self.hub.send(received.peer, Welcome(PROTOCOL_VERSION, "", 16))
                 case Control(query=query):
-                    self.hub.send(received.peer, msgspec.structs.replace(self.statistics, query=query))
+                    self.num_steps += 2
+                    tokens, worker = (Histogram([], [], each * self.num_steps) for each in (500.0, self.step_s))
+                    steps = {"num_steps": self.num_steps, "step_tokens": tokens, "step_worker": worker}
+                    self.hub.send(received.peer, msgspec.structs.replace(self.statistics, query=query, **steps))
 
     def close(self) -> None:
         self.feeds.close()
@@ -168,22 +173,27 @@ def test_an_engine_that_lies_is_not_indexed_and_the_others_are(case: Case) -> No
     assert case.ask(1) == Routed(1, 0, "cached", 2 * CONFIG.block_size)
 
 
-def test_measures_engines_and_shares_the_service_of_tenants(case: Case) -> None:
+def test_an_engine_on_a_slower_device_gets_fewer_requests(case: Case) -> None:
+    case.add(*(FakeEngine(case.context, case.root, number) for number in range(2)))
+    case.engines[0].step_s = 0.4
+    case.until(lambda: case.engines[0].num_steps > 40)
+    for ticket in range(2):
+        case.front_end.send(Route(ticket, 4 * CONFIG.block_size))
+        assert case.receive() == Routed(ticket, 1, "load")
+
+
+def test_shares_the_service_of_tenants(case: Case) -> None:
     case.add(*(FakeEngine(case.context, case.root, number) for number in range(2)))
     case.until(lambda: all(any(isinstance(each, Control) for each in e.received) for e in case.engines))
     case.engines[0].statistics = Statistics(
         0,
         num_usable_blocks=100,
-        num_steps=2,
-        step_tokens=Histogram([], [2], 1000.0),
-        step_worker=Histogram([], [2], 0.5),
         tenant_service=[(1, 70), (2, 5)],
     )
     case.until(lambda: any(isinstance(each, TenantService) for each in case.engines[1].received))
     [service] = [each for each in case.engines[1].received if isinstance(each, TenantService)]
     assert service == TenantService([(1, 70), (2, 5)])
     assert not any(isinstance(each, TenantService) for each in case.engines[0].received)
-    assert case.loop.router.seconds_per_token(0) == 0.5 / 1000.0
 
 
 def test_an_engine_without_a_readable_configuration_is_routed_by_its_load(case: Case) -> None:

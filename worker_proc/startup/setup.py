@@ -16,7 +16,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.process.host_limits import usable_cores
+from quire.protocol.process.host_limits import cpu_model, usable_cores
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
@@ -121,6 +121,7 @@ def make_runner(
     runner = make(plan.num_blocks, draft=draft)
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
+    plan = msgspec.structs.replace(plan, device=device_name(device))
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
 
 
@@ -174,6 +175,13 @@ def pick_device(config: EngineConfig, rank: int) -> torch.device:
         )
     torch.cuda.set_device(device)
     return torch.device("cuda", device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that is equal for devices that compute equally fast. Call after ``set_threads``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()} with {torch.get_num_threads()} threads"
 
 
 def set_threads(weight_bytes: int, num_ranks: int = 1) -> None:

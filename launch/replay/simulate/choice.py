@@ -1,19 +1,22 @@
 """Which of several simulated engines gets a call."""
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
+from quire.launch.replay.run.run_record import StepColumns
+from quire.launch.replay.simulate.setup import Setup
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
-from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.routing import EnginePlace, RoutingConfig, RoutingPolicy
+from quire.protocol.routing import EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import AllBlocksCleared
 from quire.protocol.wire.router_messages import Progress, Route
 from quire.router_proc.core.events import CacheChanged, EngineMeasured, EnginesKnown
 from quire.router_proc.core.index import counted_group
+from quire.router_proc.core.pace import Pace, compare
 from quire.router_proc.core.router import Router
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.events import KVEventRecorder
@@ -24,63 +27,42 @@ WAITING_WEIGHT = 4
 """Running requests that count as much as a waiting one in vLLM's client."""
 
 
-class Choice(Protocol):
-    """Chooses an engine for each call. ``reasons`` counts the choices by reason."""
-
-    reasons: Counter[str]
-
-    def choose(self, call: Call, now: float) -> int:
-        """Return the number of the engine that gets ``call``."""
-        ...
-
-    def started(self, call: Call) -> None:
-        """Note that ``call`` has got its first token."""
-        ...
-
-    def ended(self, call: Call) -> None:
-        """Note that ``call`` has ended or was rejected."""
-        ...
-
-    def advanced(self, engine: int, now: float) -> None:
-        """Note that an engine has consumed events or scheduled steps."""
-        ...
-
-
 class RouterChoice:
-    """The live router, which receives the engines' events at once."""
+    """The live router, which receives the engines' events at once, and their pace once a second as in the process.
 
-    def __init__(
-        self,
-        policy: RoutingPolicy,
-        recorders: Sequence[KVEventRecorder | None],
-        layout: KVLayout,
-        seconds_per_token: float,
-        max_loras: int = 0,
-    ) -> None:
+    ``reasons`` counts the choices by reason.
+    """
+
+    def __init__(self, setup: Setup, recorders: Sequence[KVEventRecorder | None], steps: Sequence[StepColumns]) -> None:
         """
         Args:
             recorders: of each engine's prefix cache, for the policy ``cache``.
-            layout: of the engines' KV blocks.
-            seconds_per_token: seconds of prefill.
-            max_loras: adapters that an engine can compute with at once; 0 without adapters.
+            steps: of each engine, to which its finished steps are added.
         """
+        assert setup.routing != "vllm"
         self.reasons = Counter[str]()
-        self._router = Router(RoutingConfig(policy=policy, max_loras=max_loras))
+        max_loras = setup.config.max_loras if setup.config.enable_lora else 0
+        self._router = Router(RoutingConfig(policy=setup.routing, max_loras=max_loras))
         self._recorders = recorders
-        self._block_size = block_size = layout.block_size
-        self._group = counted_group(layout)
-        self._needs_keys = policy == "cache"
-        self._has_adapters = max_loras > 0
+        self._setup = setup
+        self._group = counted_group(setup.layout)
+        self._steps = steps
+        self._paces = [Pace() for _ in steps]
+        self._num_seen = [0] * len(steps)
+        self._measured_at = 0.0
         self._started: list[int] = []
         self._ended: list[int] = []
-        places = [EnginePlace(number, "simulated", 1, "serving", block_size, 1) for number in range(len(recorders))]
+        places = [
+            EnginePlace(number, "simulated", 1, "serving", setup.layout.block_size, 1, device=f"{setup.pace(number):g}")
+            for number in range(len(recorders))
+        ]
         self._router.consume(EnginesKnown(places))
-        for number in range(len(recorders)):
-            self._router.consume(EngineMeasured(number, seconds_per_token))
 
     def choose(self, call: Call, now: float) -> int:
+        """Return the number of the engine that gets ``call``."""
+        self._measure(now)
         self._send_progress()
-        adapter = sha256(call.adapter.encode()).digest() if call.adapter and self._has_adapters else b""
+        adapter = sha256(call.adapter.encode()).digest() if call.adapter and self._setup.config.enable_lora else b""
         self._router.consume(
             Route(call.number, call.num_prompt_tokens, self._keys(call), call.conversation, 0, adapter)
         )
@@ -89,12 +71,15 @@ class RouterChoice:
         return routed.engine
 
     def started(self, call: Call) -> None:
+        """Note that ``call`` has got its first token."""
         self._started.append(call.number)
 
     def ended(self, call: Call) -> None:
+        """Note that ``call`` has ended or was rejected."""
         self._ended.append(call.number)
 
     def advanced(self, engine: int, now: float) -> None:
+        """Note that an engine has consumed events or scheduled steps."""
         recorder = self._recorders[engine]
         if recorder is not None and (events := recorder.take()):
             counted = [each for each in events if isinstance(each, AllBlocksCleared) or each.group == self._group]
@@ -105,12 +90,27 @@ class RouterChoice:
             self._router.consume(Progress(self._started, self._ended))
             self._started, self._ended = [], []
 
+    def _measure(self, now: float) -> None:
+        """Report the engines' paces, as the process does once a second."""
+        if now < self._measured_at + 1.0:
+            return
+        for number, (steps, pace) in enumerate(zip(self._steps, self._paces, strict=True)):
+            first = self._num_seen[number]
+            self._num_seen[number] = last = bisect_right(steps.end, now, first)
+            tokens = sum(steps.prefill_tokens[first:last]) + sum(steps.decode_tokens[first:last])
+            seconds = sum(steps.end[first:last]) - sum(steps.begin[first:last])
+            pace.add(now - self._measured_at, seconds, tokens, last - first)
+        self._measured_at = now
+        for number, found in enumerate(compare(self._paces)):
+            self._router.consume(EngineMeasured(number, found))
+
     def _keys(self, call: Call) -> bytes:
         """Return the first 8 bytes of the hash of each full block of the prompt."""
-        if not self._needs_keys:
+        if self._setup.routing != "cache":
             return b""
-        words = np.frombuffer(block_names(call, self._block_size), np.uint64).reshape(-1, SHORT_HASH_BYTES // 8)
-        return words[: call.num_prompt_tokens // self._block_size, 0].tobytes()
+        size = self._setup.layout.block_size
+        words = np.frombuffer(block_names(call, size), np.uint64).reshape(-1, SHORT_HASH_BYTES // 8)
+        return words[: call.num_prompt_tokens // size, 0].tobytes()
 
 
 class VllmChoice:
@@ -158,3 +158,6 @@ class VllmChoice:
                 reports.popleft()
             reported = bool(reports) and reports[0][0] <= intervals * PUBLISH_S
             self._scores[engine] = reports[0][1] if reported else 0
+
+
+Choice: TypeAlias = RouterChoice | VllmChoice

@@ -2,13 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from quire.launch.replay.costs.cost import CostModel
 from quire.launch.replay.costs.expert_parallel import ExpertParallelCost
 from quire.launch.replay.run.merged import merge_engines
 from quire.launch.replay.run.run_record import RunRecord
-from quire.launch.replay.run.step_shape import StepShape
 from quire.launch.replay.simulate.choice import Choice, RouterChoice, VllmChoice
 from quire.launch.replay.simulate.lockstep import JointSteps, LockstepSimulator
 from quire.launch.replay.simulate.setup import Setup
@@ -84,12 +83,17 @@ class FleetSimulator:
                 fast_forward=fast_forward,
                 kv_events=recorder,
                 on_started=self._started,
+                number=number,
             )
-            for inbox, each, recorder in zip(self._inboxes, records, recorders, strict=True)
+            for number, (inbox, each, recorder) in enumerate(zip(self._inboxes, records, recorders, strict=True))
         ]
         self._times = [NEVER] * len(self.engines)
         """When each engine must act next."""
-        self._choice = _choice(setup, cost, self.engines, recorders)
+        self._choice: Choice
+        if setup.routing == "vllm":
+            self._choice = VllmChoice([engine.scheduler for engine in self.engines])
+        else:
+            self._choice = RouterChoice(setup, recorders, [each.steps for each in records])
         self._together: JointSteps | None = None
         if isinstance(cost, ExpertParallelCost):
             self._together = JointSteps([each for each in self.engines if isinstance(each, LockstepSimulator)], cost)
@@ -150,14 +154,3 @@ class FleetSimulator:
         self._place_due()  # so that the engine schedules its next step with the call that follows at once
         if self._progress is not None and self._num_ended % 64 == 0:
             self._progress(now, self._num_ended)
-
-
-def _choice(
-    setup: Setup, cost: CostModel, engines: Sequence[Simulator], recorders: Sequence[KVEventRecorder | None]
-) -> Choice:
-    if setup.routing == "vllm":
-        return VllmChoice([engine.scheduler for engine in engines])
-    budget = setup.config.step_tokens
-    seconds = cost.seconds(StepShape([(budget, 0)], 0, 0, 1)) / budget
-    max_loras = setup.config.max_loras if setup.config.enable_lora else 0
-    return RouterChoice(setup.routing, recorders, setup.layout, seconds, max_loras)

@@ -72,9 +72,9 @@ def _number(name: str, text: str, kind: Any) -> int | float:
 
 
 def _structure(name: str, text: str, kind: Any) -> Any:
-    if get_origin(kind) is list and not text.startswith("["):
-        return [part.strip() for part in text.split(",")]
     try:
+        if get_origin(kind) is list and not text.startswith("["):
+            return msgspec.convert([part.strip() for part in text.split(",")], kind, strict=False)
         return msgspec.json.decode(text.encode(), type=kind)
     except (msgspec.DecodeError, RecursionError):
         raise ConfigError(f"--set {name} must be JSON (got {text[:64]!r})") from None

@@ -42,7 +42,7 @@ INERT = {
     "chat_template": "a simulation has no text",
     "ssd_cache_dir": "a simulation writes no files",
     "kv_page_check": "pages of a simulation have no bytes",
-    "seed": "a simulation draws no random numbers",
+    "seed": "a simulation samples no tokens, and its hiccups are always the same",
     "attention_backend": "the cost model determines the time of attention",
     **dict.fromkeys(("enforce_eager", "deterministic"), "the cost model determines the time of a step"),
     **dict.fromkeys(("logits_processors", "logits_processors_exclude", "logprobs_mode"), NO_SAMPLING),
@@ -64,6 +64,8 @@ FLEET = {
     "data_parallel_size": "num_engines",
     "routing": "routing",
     "enable_expert_parallel": "enable_expert_parallel",
+    "engine_paces": "engine_paces",
+    "hiccups_per_minute": "hiccups_per_minute",
 }
 """Keys of ``--set`` for several engines, and the fields of Setup."""
 
@@ -76,6 +78,9 @@ class Setup:
         shown: the settings by ``--set`` key.
         notes: defaults that the user should know.
         enable_expert_parallel: the engines share the experts of their model, and step together.
+        engine_paces: the time of a step of each engine over that of the cost model, in turn; engines with equal ones
+            have equal devices. Empty: all are equal.
+        hiccups_per_minute: how often each engine stops for some seconds, per minute of its steps.
     """
 
     config: EngineConfig
@@ -89,6 +94,11 @@ class Setup:
     num_engines: int = 1
     routing: Routing = "cache"
     enable_expert_parallel: bool = False
+    engine_paces: list[float] = field(default_factory=list)
+    hiccups_per_minute: float = 0.0
+
+    def pace(self, engine: int) -> float:
+        return self.engine_paces[engine % len(self.engine_paces)] if self.engine_paces else 1.0
 
 
 def make_setup(
@@ -146,7 +156,7 @@ def make_setup(
     }
     shown |= {key: value for key, value in dataclasses.asdict(policies).items() if value != getattr(QUIRE, key)}
     setup = Setup(config, layout, num_usable_blocks, shown, notes, policies, tiers, adapter_load_s, **fleet)
-    if setup.num_engines > 1:
+    if setup.num_engines > 1 or setup.engine_paces or setup.hiccups_per_minute:
         shown |= {key: getattr(setup, name) for key, name in FLEET.items()}
     return setup
 
@@ -177,7 +187,8 @@ def _types() -> dict[str, Any]:
         name: hint for name, hint in get_type_hints(EngineOptions, include_extras=True).items() if name not in INERT
     }
     numbers: dict[str, Any] = {"num_usable_blocks": int, **dict.fromkeys((*RATES, "adapter_load_s"), float)}
-    numbers |= {"data_parallel_size": int, "routing": Routing, "enable_expert_parallel": bool}
+    hints = get_type_hints(Setup)
+    numbers |= {key: hints[name] for key, name in FLEET.items()}
     return types | get_type_hints(Policies) | {"like": str} | numbers
 
 
@@ -197,7 +208,20 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
         number = values["data_parallel_size"]
         raise ConfigError(f"--set data_parallel_size must be between 1 and {MAX_ENGINES} (got {number})")
     _drop_other_sizes(values, wanted)
+    _check_paces(values)
     return values
+
+
+def _check_paces(values: Mapping[str, Any]) -> None:
+    paces, hiccups = values.get("engine_paces", []), values.get("hiccups_per_minute", 0.0)
+    if not all(0.01 <= pace <= 100 for pace in paces):
+        raise ConfigError(f"--set engine_paces must be numbers from 0.01 to 100, as in 1,2.6 (got {paces})")
+    if not 0 <= hiccups <= 60:
+        raise ConfigError(f"--set hiccups_per_minute must be between 0 and 60 (got {hiccups})")
+    if (paces or hiccups) and values.get("enable_expert_parallel"):
+        raise ConfigError(
+            "--set enable_expert_parallel: engines step together: remove engine_paces and hiccups_per_minute"
+        )
 
 
 def _preset(settings: Mapping[str, Any]) -> dict[str, Any]:

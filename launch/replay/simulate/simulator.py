@@ -1,5 +1,6 @@
 """Runs calls through the real Scheduler and KV manager on a virtual clock, with a simulated worker."""
 
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 IDLE_S = 1.0
 """Seconds after which an idle engine looks at the time again."""
+HICCUP_S = 3.0
+"""Duration of a hiccup, such as a frozen worker or a neighbour on the machine: steps stop, then continue."""
 MIN_FAST_FORWARD = 3
 """Smallest number of quiet steps for which a fast-forward is faster than single steps."""
 
@@ -65,6 +68,7 @@ class Simulator:
         progress: Callable[[float, int], None] | None = None,
         kv_events: KVEventRecorder | None = None,
         on_started: Callable[[Call], None] | None = None,
+        number: int = 0,
     ) -> None:
         """
         Args:
@@ -75,6 +79,7 @@ class Simulator:
             progress: called from time to time with the virtual time in seconds and the number of finished calls.
             kv_events: records the changes of the prefix cache.
             on_started: called with each call that gets its first token.
+            number: of the engine.
         """
         decision_log, tiers = DecisionLog(), setup.tiers
         self.scheduler = ReplayScheduler(
@@ -104,6 +109,10 @@ class Simulator:
         self._calls: dict[RequestRun, Call] = {}
         self._now = 0.0
         self._num_ended = 0
+        self._pace = setup.pace(number)
+        self._hiccups_per_s = setup.hiccups_per_minute / 60
+        self._rng = random.Random(f"{number} {setup.hiccups_per_minute}")
+        self._until_hiccup = self._draw_hiccup()
 
     def run(self) -> RunRecord:
         """Run until every call has finished."""
@@ -237,8 +246,21 @@ class Simulator:
     def _launch(self, step: int, shape: StepShape, handles: Int32 | None) -> None:
         """Send a step to the worker."""
         begin = max(self._now, self._worker_free)
-        self._worker_free = begin + self._cost.seconds(shape)
+        self._worker_free = begin + self._seconds(shape)
         self._in_flight.append(StepInFlight(step, begin, self._worker_free, handles))
+
+    def _seconds(self, shape: StepShape) -> float:
+        """Return the seconds of the next step on this engine's device, with the hiccup that it may have."""
+        seconds = self._pace * self._cost.seconds(shape)
+        self._until_hiccup -= seconds
+        if self._until_hiccup > 0:
+            return seconds
+        self._until_hiccup = self._draw_hiccup()
+        return seconds + HICCUP_S
+
+    def _draw_hiccup(self) -> float:
+        """Return the seconds of steps until the next hiccup."""
+        return self._rng.expovariate(self._hiccups_per_s) if self._hiccups_per_s else NEVER
 
     def _finish_step(self) -> None:
         done = self._in_flight.popleft()
@@ -276,7 +298,7 @@ class Simulator:
         for at in range(count):
             if ends[at] >= until:
                 break
-            self._worker_free += self._cost.seconds(shape)
+            self._worker_free += self._seconds(shape)
             shape.decode_context += shape.num_decodes
             shape.longest_decode += 1
             ends.append(self._worker_free)

@@ -169,6 +169,8 @@ class TestDeaths:
         places = fleet.policy.engines.places()
         fleet.report(fleet.engine(0), "ready", detail={"block_size": 16.0})
         assert fleet.policy.engines.places() == places
+        fleet.report(fleet.engine(0), "ready", text="an L4", detail={"block_size": 16.0})
+        assert [place.device for place in fleet.policy.engines.places()] == ["an L4", ""]
 
     @pytest.mark.parametrize("started", [True, False])
     def test_a_silent_process_is_killed(self, started: bool) -> None:

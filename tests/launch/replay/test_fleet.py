@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
-from scheduler_driver import make_layout
+from scheduler_driver import make_config, make_layout
 
 from quire.launch.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
 from quire.launch.replay.report.summary import summary
@@ -77,6 +77,50 @@ def test_turns_of_a_conversation_go_where_their_prefix_is() -> None:
     found = summary(record)
     assert found["engines"]["busiest_over_mean"] == 1.0
     assert sum(each.num_cached_tokens for each in run(calls, config, 200, 4, routing="round-robin").requests) == 384
+
+
+def balance(seed: int, per_engine: int, *, paces: int, ratio: float = 1.0001) -> tuple[float, list[int]]:
+    """Run engines with hiccups and unrelated requests, and return the busiest over the mean, and the tokens of each.
+
+    Args:
+        paces: number of devices, whose engines take turns. Each is ``ratio`` times as slow as the one before.
+    """
+    rng = random.Random(seed)
+    engines, source = rng.randrange(2, 9), rng.choice(("open", "concurrency"))
+    gap, now, calls = rng.uniform(0.25, 0.6) / engines, 0.0, []
+    for number in range(engines * per_engine):
+        now += rng.expovariate(1 / gap)
+        calls.append(Call(number, f"{number}", now, rng.randrange(16, 1000), rng.randrange(1, 60)))
+    config = make_config(block_size=64, max_num_seqs=32, max_num_batched_tokens=1024, max_model_len=2048)
+    setup = Setup(
+        config,
+        make_layout(config),
+        500,
+        num_engines=engines,
+        routing=rng.choice(("cache", "least-load")),
+        engine_paces=[ratio**device for device in range(paces)],
+        hiccups_per_minute=rng.uniform(0.2, 2.0),
+    )
+    calls_of = OpenLoop(calls) if source == "open" else Concurrency(calls, 6 * engines)
+    figures = FleetSimulator(setup, AffineCost(), calls_of, RunRecord(block_size=64)).run().extra["engines"]
+    return figures["busiest_over_mean"], [each["computed_tokens"] for each in figures["each"]]
+
+
+RUNS = [(43, 100, 1), (46, 100, 2), pytest.param(3, 100, 8, marks=pytest.mark.full)]
+SLOW_RUNS = [pytest.param(seed, 200, 1, marks=pytest.mark.slow) for seed in range(200)]
+
+
+@pytest.mark.parametrize(("seed", "per_engine", "paces"), [*RUNS, *SLOW_RUNS])
+def test_engines_with_hiccups_get_equal_work(seed: int, per_engine: int, paces: int) -> None:
+    """Also those on devices with other names that are nearly as fast: a hiccup does not make a device slower."""
+    busiest, tokens = balance(seed, per_engine, paces=paces)
+    print(f"seed {seed}: {busiest:.3f} {max(tokens) / min(tokens):.3f} {tokens}")
+    assert busiest <= 1.3
+
+
+def test_a_slower_device_gets_less_and_is_not_starved() -> None:
+    fast, slow = balance(43, 60, paces=2, ratio=3.0)[1]
+    assert 0.1 * fast < slow < 0.5 * fast
 
 
 @pytest.mark.parametrize("routing", ROUTING)

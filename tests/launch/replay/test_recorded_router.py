@@ -21,7 +21,7 @@ EVENTS: list[tuple[RouterEvent, int]] = [
     (Route(1, 128, KEYS, "job"), 1),
     (Route(1, 64, KEYS[:16]), 2),
     (CacheChanged(2, [BlocksRemoved(HASHES[3:])]), 0),
-    (EngineMeasured(1, 1e-5, 1000), 0),
+    (EngineMeasured(1, 2.0, 1000), 0),
     (Placed(7, 0, 500), 2),
     (Progress([1], []), 1),
     (Route(2, 256, KEYS * 2, "job", adapter=b"A"), 1),
@@ -110,7 +110,7 @@ def test_a_trace_that_is_cut_short_ends_there(trace: Path, capsys: pytest.Captur
     ("change", "words", "problem"),
     [
         (('"consumed"', '"eaten"'), [], ":2: the line is damaged"),
-        (('"version":1}', '"version":9}'), [], ":1: version 9 of the format"),
+        (('"version":2}', '"version":1}'), [], ":1: version 1 of the format; this reads 2"),
         (('"device"', '"devise"'), [], ":3: impossible event"),
         (("", ""), ["--rate", "2"], "a router's trace can only be replayed as recorded"),
         (("", ""), ["--html", "PAGE"], "cannot show a router's trace"),

@@ -113,6 +113,10 @@ def test_parses_settings_to_the_types_of_their_fields() -> None:
         ({"cpu_offload_bytes": "1GiB", "enable_prefix_caching": "no"}, "--cpu-offload-bytes needs --enable-prefix"),
         ({"cpu_offload_bytes": "1GiB", "host_gb_per_s": "0"}, "host_gb_per_s must be above 0 (got 0.0)"),
         ({"cpu_offload_bytes": "1000TiB", "model": "tiny"}, "--set cpu_offload_bytes must be at most"),
+        ({"engine_paces": "1,0"}, "engine_paces must be numbers from 0.01 to 100, as in 1,2.6 (got [1.0, 0.0])"),
+        ({"engine_paces": "fast"}, "engine_paces must be JSON (got 'fast')"),
+        ({"hiccups_per_minute": "nan"}, "hiccups_per_minute must be between 0 and 60 (got nan)"),
+        ({"hiccups_per_minute": "1", "enable_expert_parallel": "yes"}, "engines step together: remove"),
     ],
 )
 def test_rejects_invalid_settings_with_a_hint(given: dict[str, str], words: str) -> None:

@@ -5,6 +5,7 @@ from hashlib import sha256
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +25,11 @@ from quire.router_proc.core.router import Router
 BLOCK = 16
 
 
-def place(engine: int, state: Any = "serving", num_starts: int = 1, incarnation: int = 1) -> EnginePlace:
-    return EnginePlace(engine, f"/engine-{engine}.{num_starts}", incarnation, state, BLOCK, num_starts)
+def place(
+    engine: int, state: Any = "serving", num_starts: int = 1, incarnation: int = 1, device: str = ""
+) -> EnginePlace:
+    directory = f"/engine-{engine}.{num_starts}"
+    return EnginePlace(engine, directory, incarnation, state, BLOCK, num_starts, device=device)
 
 
 def hashes(text: str, length: int) -> list[bytes]:
@@ -38,9 +42,11 @@ def keys(text: str, length: int) -> bytes:
     return b"".join(each[:8] for each in hashes(text, length))
 
 
-def make(num_engines: int = 3, policy: RoutingPolicy = "cache", max_loras: int = 0) -> Router:
+def make(num_engines: int = 3, policy: RoutingPolicy = "cache", max_loras: int = 0, devices: str = "") -> Router:
+    """``devices``: a letter per engine."""
     router = Router(RoutingConfig(policy=policy, max_loras=max_loras))
-    router.consume(EnginesKnown([place(engine) for engine in range(num_engines)]))
+    known = [place(engine, device=devices[engine : engine + 1]) for engine in range(num_engines)]
+    router.consume(EnginesKnown(known))
     return router
 
 
@@ -187,17 +193,40 @@ def test_least_load_goes_to_the_shortest_queue() -> None:
     assert ask(router, 1, length=10).engine == 0
     assert [ask(router, ticket, length=4).engine for ticket in (2, 3)] == [1, 1]
     assert ask(router, 4, length=4).engine == 1  # 8 blocks wait there, and 10 on engine 0
-    router.consume(EngineMeasured(0, 1e-5))
-    router.consume(EngineMeasured(1, 1e-4))
-    assert ask(router, 5, length=4).engine == 0
 
 
-def test_a_slower_engine_counts_more_per_token() -> None:
-    router = make(2)
-    router.consume(EngineMeasured(0, 1e-3))
-    router.consume(EngineMeasured(1, 1e-4))
-    store(router, 0, "abcdefgh", 4)
-    assert ask(router, 1, "abcdefgh").engine == 1
+def num_chosen(router: Router, paces: list[float]) -> list[int]:
+    """Return how many of 400 requests each engine gets, of which 16 compute and 16 decode at any time."""
+    counts = [0] * len(paces)
+    for engine, pace in enumerate(paces):
+        router.consume(EngineMeasured(engine, pace))
+    for ticket in range(400):
+        counts[ask(router, ticket).engine] += 1
+        router.consume(Progress([ticket - 16], [ticket - 32]), client=1)
+    return counts
+
+
+@pytest.mark.parametrize("policy", ["cache", "least-load"])
+@pytest.mark.parametrize(
+    ("devices", "paces", "least", "most"),
+    [
+        ("", [2.0, 1.0], 1.0, 1.05),  # equal devices
+        ("AA", [0.3, 6.0], 1.0, 1.05),
+        ("AB", [1.2, 1.0], 1.0, 1.05),  # by chance
+        ("AB", [2.0, 1.0], 1.5, 4.0),
+        ("AB", [1e9, 1.0], 4.0, 30.0),  # bounded
+    ],
+)
+def test_pace_decides_only_between_unlike_devices(
+    policy: RoutingPolicy, devices: str, paces: list[float], least: float, most: float
+) -> None:
+    one, other = num_chosen(make(2, policy, devices=devices), paces)
+    assert least <= other / one <= most
+
+
+def test_equal_devices_share_their_pace() -> None:
+    counts = num_chosen(make(3, devices="AAB"), [1.0, 5.0, 1.0])
+    assert abs(counts[0] - counts[1]) < 10 and counts[2] > 1.5 * counts[0]
 
 
 def test_an_engine_that_reports_more_than_its_pool_holds_is_noted_until_it_is_forgotten() -> None:

@@ -101,9 +101,10 @@ def test_a_single_rank_needs_no_digest() -> None:
 
 def test_ready_has_the_fewest_blocks_of_all_ranks() -> None:
     group, _ = _group(2)
-    assert group.ready(1, Ready([40, 30], PLAN, {"load_s": 2.0})) is None
-    ready = group.ready(0, Ready([20, 50], PLAN, {"load_s": 1.0}))
-    assert ready == Ready([20, 30], PLAN, {"load_s": 2.0})
+    plans = [msgspec.structs.replace(PLAN, device=device) for device in ("L4", "A100", "A100, L4")]
+    assert group.ready(1, Ready([40, 30], plans[1], {"load_s": 2.0})) is None
+    ready = group.ready(0, Ready([20, 50], plans[0], {"load_s": 1.0}))
+    assert ready == Ready([20, 30], plans[2], {"load_s": 2.0})
 
 
 def test_ranks_with_different_block_sizes_are_an_error() -> None:

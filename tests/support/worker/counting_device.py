@@ -363,7 +363,7 @@ def counting_device() -> Iterator[CountingDevice]:
         "set_device": lambda device: None,
         "device": lambda device: nullcontext(),
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
+        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132, name="H100"),
         "mem_get_info": lambda device=None: (1 << 33, 1 << 33),
         "memory_allocated": lambda device=None: 0,
         "empty_cache": lambda: None,
