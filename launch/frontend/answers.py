@@ -1,6 +1,7 @@
 """One answer in flight: converts the engine's updates to text, up to a stop string or the end of the sequence."""
 
 import secrets
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from quire.protocol.request.sampling_params import SamplingParams, seed_for_samp
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
+from quire.protocol.wire.timeline import TimelineEvent
 
 PROMPT_TAIL = 12
 
@@ -60,6 +62,7 @@ class OutputDelta(msgspec.Struct, gc=False):
         beams: the outputs of a beam search, the best first. It has no other delta, and this one no text.
         routed_experts: on the last delta, if requested: of all tokens but the last one, ``[tokens, layers * top_k]``.
         texts: the parts of ``text`` by the tokens that completed them; None for one token, or if there are no thoughts.
+        timeline: on the last delta, if requested: what happened to the request.
         has_end_token: the last token ended the answer, and has no text.
     """
 
@@ -77,6 +80,7 @@ class OutputDelta(msgspec.Struct, gc=False):
     routed_experts: npt.NDArray[np.uint16] | None = None
     texts: list[str] | None = None
     has_end_token: bool = False
+    timeline: list[TimelineEvent] | None = None
 
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
@@ -183,6 +187,7 @@ class Answer:
             self._experts(num_output_tokens) if finish_reason is not None else None,
             texts if is_split else None,
             len(decoded) < len(update.token_ids),
+            _timeline(update, finish_reason, num_output_tokens),
         )
 
     def keep_experts(self, rows: npt.NDArray[np.int32]) -> None:
@@ -231,6 +236,18 @@ class Answer:
         """Return them for the first delta; empty for a prompt of one token, which has none."""
         self._prompt_logprobs_due = False
         return table or LogprobArrays.empty()
+
+
+def _timeline(update: Update, finish_reason: str | None, num_output_tokens: int) -> list[TimelineEvent] | None:
+    """Return the events for the last delta, with times since the first one. At a stop string the answer ends here."""
+    if update.timeline is None or finish_reason is None:
+        return None
+    *before, last = update.timeline
+    if last.event != "ended":
+        before, last = [*before, last], TimelineEvent("ended", time.monotonic())
+    last = msgspec.structs.replace(last, reason=finish_reason, tokens=num_output_tokens)
+    events, began = (*before, last), update.timeline[0].seconds
+    return [msgspec.structs.replace(each, seconds=round(each.seconds - began, 6)) for each in events]
 
 
 @dataclass(frozen=True, slots=True)

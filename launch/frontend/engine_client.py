@@ -17,6 +17,7 @@ from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 class Update(msgspec.Struct, gc=False):
@@ -39,6 +40,7 @@ class Update(msgspec.Struct, gc=False):
         pooled: with the end of a request with PoolingParams: float32 ``[rows, width]``, as of PooledRows.
         routed_experts: new rows, int32 ``[rows, num_moe_layers * num_experts_per_token]``, if requested: of all
             positions but the last token's.
+        timeline: the events so far, if requested.
     """
 
     token_ids: list[int] = []
@@ -53,6 +55,7 @@ class Update(msgspec.Struct, gc=False):
     hypotheses: list[Hypothesis] | None = None
     pooled: npt.NDArray[np.float32] | None = None
     routed_experts: npt.NDArray[np.int32] | None = None
+    timeline: list[TimelineEvent] | None = None
 
     @property
     def pooling_error(self) -> str:

@@ -27,6 +27,7 @@ from quire.protocol.wire.front_end_messages import (
     Stop,
 )
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused, Welcome
+from quire.protocol.wire.timeline import TimelineEvent
 
 MAX_SCHEDULER_DEATHS = 3
 """Scheduler deaths, with no token in between, after which a request in flight ends with an error. The engine gives up
@@ -139,7 +140,7 @@ class Session:
             self.table.apply(message)
         except (KeyError, ValueError):  # unknown request id or handle
             return False
-        self.progress_at = self._clock()
+        self.progress_at = self.progress_at if message.timeline else self._clock()
         return True
 
     def count_scheduler_death(self) -> None:
@@ -239,6 +240,8 @@ class Session:
         stream.muted = True
 
     def _submit(self, stream: Stream) -> None:
+        if stream.timeline is not None and stream.link_number:
+            stream.timeline.append(TimelineEvent("resubmitted", self._clock()))
         request = stream.submission(self.link_number)
         stream.link_number = self.link_number
         self._post(request)

@@ -16,6 +16,7 @@ from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 class Stream:
@@ -24,6 +25,7 @@ class Stream:
     Attributes:
         request: the request as first submitted, unless that is a fork.
         parent: the stream whose first tokens it shares, until it is submitted.
+        timeline: what happened to it so far; None if its client has not asked for that.
         tokens: output tokens so far, int32: those that the request has from the start, which are its first update, and
             those received. They are sent to the next scheduler if this one dies.
         link_number: the session's link on which it was last submitted; 0 before the first submission.
@@ -39,7 +41,7 @@ class Stream:
     __slots__ = (
         "_experts", "_num_deaths", "_num_tokens_at_death", "_pooled", "_prompt_logprobs", "_update", "admitted",
         "engines", "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_over",
-        "on_update", "over", "parent", "request", "request_id", "tokens", "was_introduced",
+        "on_update", "over", "parent", "request", "request_id", "timeline", "tokens", "was_introduced",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +65,7 @@ class Stream:
         self.engines = ""
         self.was_introduced = False
         self.admitted = 0.0
+        self.timeline = [TimelineEvent("queued", request.arrival)] if request.sampling.return_timeline else None
         self.error: QuireError | None = None
         self.muted = False
         self.over = False
@@ -92,7 +95,7 @@ class Stream:
         if update is not None:
             update.num_output_tokens = self.num_output_tokens
             update.num_cached_tokens = self.num_cached_tokens
-            update.admitted = self.admitted
+            update.admitted, update.timeline = self.admitted, self.timeline
             update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
             if self._pooled is not None and update.ended is EndReason.STOPPED:
                 update.pooled = self._pooled.take()
@@ -239,6 +242,9 @@ class StreamTable:
                 stream.num_cached_tokens = introduced.num_cached_tokens
                 stream.admitted = introduced.admitted
             self._by_handle[introduced.handle] = stream
+        for request_id, event in message.timeline:
+            if (found_stream := self._by_id.get(request_id)) is not None and found_stream.timeline is not None:
+                found_stream.timeline.append(event)  # those of a beam have no stream
         if message.prompt_logprobs is not None:
             for handle, start, part in message.prompt_logprobs.parts():
                 self._by_handle[handle].place_prompt_logprobs(start, part)

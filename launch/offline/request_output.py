@@ -11,6 +11,7 @@ from quire.launch.text.text_out import TokenTexts
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.wire.front_end_messages import Statistics
 from quire.protocol.wire.logprobs import TokenLogprobs
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class CompletionOutput:
         routed_experts: with ``SamplingParams.return_routed_experts``, at the end: ids of the experts of every token of
             prompt and answer but the last one, ``[tokens, layers with experts, experts per token]``, the one with the
             largest weight first.
+        timeline: with ``SamplingParams.return_timeline``, at the end: what happened to it, with seconds since then.
         error: the reason, if ``finish_reason`` is error; other answers of the call are not affected.
     """
 
@@ -56,6 +58,7 @@ class CompletionOutput:
     error: str | None = None
     score: float | None = None
     routed_experts: npt.NDArray[Any] | None = None
+    timeline: list[TimelineEvent] | None = None
 
 
 @dataclass(slots=True)
@@ -81,7 +84,7 @@ def append_delta(output: CompletionOutput, delta: OutputDelta, texts: TokenTexts
         output.routed_experts = by_layer(delta.routed_experts, moe)
     output.text += delta.text
     output.token_ids += delta.token_ids
-    output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+    output.finish_reason, output.stop_reason, output.timeline = delta.finish_reason, delta.stop_reason, delta.timeline
     if delta.logprobs is not None:
         output.logprobs = (output.logprobs or []) + [logprob_by_id(placed.logprobs, texts) for placed in delta.logprobs]
         total = sum(placed.logprobs.logprob for placed in delta.logprobs)

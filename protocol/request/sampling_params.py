@@ -40,6 +40,7 @@ FLAGS = (
     "include_stop_str_in_output",
     "use_beam_search",
     "return_routed_experts",
+    "return_timeline",
     "skip_reading_prefix_cache",
 )
 """Fields of SamplingParams that are true or false."""
@@ -83,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             this power; from -10 to 10.
         early_stopping: when the search ends. True: with ``beam_width`` complete outputs. False: when none of the kept
             ones would beat the worst of these if it ended now. "never": when none can at any length.
+        return_timeline: report when the request was queued, scheduled, preempted and so on, as TimelineEvents.
         return_routed_experts: report the experts to which each position was routed; the engine must keep them.
         skip_special_tokens: leave special tokens out of the text.
         skip_reading_prefix_cache: compute the whole prompt, also what is cached of it.
@@ -124,6 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     return_routed_experts: bool = False
+    return_timeline: bool = False
     skip_reading_prefix_cache: bool = False
     plain_spans: list[list[int]] = []
 
@@ -327,6 +330,7 @@ _NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (None,),
     "extra_args": ({},),
     "return_routed_experts": (False,),
+    "return_timeline": (False,),
 }
 """The values that these parameters may have in a beam search, which does not sample."""
 

@@ -12,6 +12,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
 from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 class EndReason(enum.IntEnum):
@@ -171,6 +172,7 @@ class StepOutputs(Message, frozen=True, tag=21):
         counts: number of tokens of each handle; None when every request got one.
         hypotheses: (handle, outputs) of beam searches that end in this step, the best output first.
         pooled, routed_experts: as of ModelRunnerOutput.
+        timeline: (request id, event) of requests that have asked for it.
     """
 
     introduced: list[Introduced]
@@ -183,6 +185,7 @@ class StepOutputs(Message, frozen=True, tag=21):
     hypotheses: list[tuple[int, list[Hypothesis]]] = []
     pooled: PooledRows | None = None
     routed_experts: RoutedExperts | None = None
+    timeline: list[tuple[str, TimelineEvent]] = []
 
 
 class Histogram(msgspec.Struct, frozen=True):

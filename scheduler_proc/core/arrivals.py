@@ -117,8 +117,7 @@ class Arrivals:
 
     def _preempt(self, request: Request, step: int) -> None:
         """Return a request that runs to the queue."""
-        computed = request.num_computed_tokens
-        self._decisions.note(Decision(step, "preempt", request.request_id, PreemptReason.HELD, num_tokens=computed))
+        self._decisions.preempted(step, request, PreemptReason.HELD)
         self._table.preempt(request)
         self._kv.free(request)
         self._stats.num_preemptions += 1

@@ -148,6 +148,7 @@ class Forks:
         if child.num_cached_tokens < 0:
             child.num_cached_tokens, child.admitted = num_shared, kv.pool.now
         self._hooks.admitted(child, num_shared)
+        self._decisions.follow(child, "scheduled", num_tokens=num_shared)
         root = parent if samples else None
         plan.add(StepRow(child, child.num_tokens - num_shared, None, parent=root, forked_from=parent.handle))
 

@@ -358,6 +358,7 @@ class Planner:
             self.table.waiting.charge(request.tenant, -loaded)
         request.split_at = 0
         self._hooks.admitted(request, num_hit_tokens)
+        self._decisions.follow(request, "scheduled", num_tokens=num_hit_tokens)
         if self._adapters.may_run(request):
             plan.add(StepRow(request, num_tokens, None, is_prefill=True))
             self._cache_written(request, num_tokens)

@@ -7,7 +7,7 @@ from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.core.tenants import TenantShares
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -46,10 +46,7 @@ class Preemption:
         if reason is PreemptReason.OVER_SHARE:
             victim.turn = -1
         beneficiary_id = "" if beneficiary is None else beneficiary.request_id
-        num_tokens = victim.num_computed_tokens
-        self._decisions.note(
-            Decision(plan.step, "preempt", victim.request_id, reason, beneficiary_id, num_tokens=num_tokens)
-        )
+        self._decisions.preempted(plan.step, victim, reason, beneficiary_id)
         self._table.preempt(victim)
         self._kv.free(victim)
         self._stats.num_preemptions += 1
@@ -63,7 +60,7 @@ class Preemption:
 
     def preempt_to_join(self, step: int, request: Request) -> None:
         """Return a request to the queue that has computed up to what it loads; the prefix cache keeps its blocks."""
-        self._decisions.note(Decision(step, "preempt", request.request_id, PreemptReason.JOINS_LOAD))
+        self._decisions.preempted(step, request, PreemptReason.JOINS_LOAD)
         self._table.preempt(request)
         self._kv.free(request)
 

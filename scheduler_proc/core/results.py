@@ -19,7 +19,7 @@ from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.programs.programs import Programs
 from quire.scheduler_proc.requests.drafting import DraftPolicy
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
-from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
+from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
 
 MAX_REASON = 300
@@ -149,9 +149,12 @@ class Results:
             num_tokens = record.num_tokens - record.num_drafts + num_verified
             self._drafting.record_step_time(output.seconds, num_tokens, record.num_drafts > 0)
         self.outputs.begin_result()
-        for row in record.rows.values():
-            if row.samples and not row.request.introduced and not row.request.status.is_finished:
-                self.outputs.introduce(row.request)
+        for request in (r.request for r in record.rows.values() if r.samples and not r.request.status.is_finished):
+            if not request.introduced:
+                self.outputs.introduce(request)
+            is_first = request.sampling.return_timeline and len(request.tokens) == request.num_prompt_tokens
+            if is_first and record.step > request.ignore_results_until and request.handle not in faults.bad:
+                self._decisions.follow(request, "first_token")
         if (prompts := output.prompt_logprobs) is not None:
             self.outputs.prompts(self._owners(record, prompts.handles), prompts)
         if record.pooled:
@@ -306,10 +309,7 @@ class Results:
             for reader in [*self.table.running.values(), *self.table.leaving.values()]:
                 if reader is not request and self._read_from(reader, request, own, reader.handle in faults.bad):
                     faults.readers.add(reader.handle)
-                    reason, computed = PreemptReason.BAD_PREFIX, reader.num_computed_tokens
-                    self._decisions.note(
-                        Decision(record.step, "preempt", reader.request_id, reason, num_tokens=computed)
-                    )
+                    self._decisions.preempted(record.step, reader, PreemptReason.BAD_PREFIX)
                     self.table.preempt(reader)
                     self.kv.free(reader)
                     if reader.pooling is not None:  # the vector in flight may be of bad blocks
@@ -342,8 +342,7 @@ class Results:
         """Return all running requests to the queue: the results of the steps up to ``last`` will not be applied."""
         self.stale_until = last
         for request in [*self.table.leaving.values(), *self.table.running.values()]:
-            reason, computed = PreemptReason.NEW_EPOCH, request.num_computed_tokens
-            self._decisions.note(Decision(last + 1, "preempt", request.request_id, reason, num_tokens=computed))
+            self._decisions.preempted(last + 1, request, PreemptReason.NEW_EPOCH)
             self.table.preempt(request)
             self.kv.free(request)
         for request in self.table.requests.values():
@@ -387,5 +386,6 @@ class Results:
         self.table.end(request, STATUS_OF_END[reason])
         self._adapters.ended(request)
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
+        self._decisions.follow(request, "ended")
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)
         self._hooks.ended(ended)

@@ -254,7 +254,7 @@ class Scheduler:
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         """Return and clear the pending (client, message) pairs. If a step can be scheduled, call ``schedule`` first."""
-        return self.arrivals.take_replies() + self.results.outputs.take()
+        return self.arrivals.take_replies() + self.decisions.take_events() + self.results.outputs.take()
 
     def _live(self, client: int, request_id: str) -> Request | None:
         request = self.table.requests.get((client, request_id))
@@ -307,7 +307,7 @@ class Scheduler:
         """
         if not self.can_schedule:
             return None
-        self.kv.pool.now = now
+        self.kv.pool.now = self.decisions.now = now
         plan = self.planner.plan(self.last_step + 1, self.pause)
         diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
         self.transfers.plan_stores()

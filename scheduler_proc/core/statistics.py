@@ -7,7 +7,15 @@ from typing import Any
 
 import msgspec
 
-from quire.protocol.wire.front_end_messages import Histogram, RequestState, Statistics, TenantState, TierState
+from quire.protocol.wire.front_end_messages import (
+    Histogram,
+    RequestState,
+    Statistics,
+    StepOutputs,
+    TenantState,
+    TierState,
+)
+from quire.protocol.wire.timeline import TimelineEvent
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
@@ -67,12 +75,17 @@ class LoadCounts:
 
 
 class RecentDecisions:
-    """The newest decisions with their reasons, and the number of preemptions and choices by reason since start."""
+    """The newest decisions with their reasons, and the number of preemptions and choices by reason since start.
+
+    ``now``: the time of what happens, for timelines only.
+    """
 
     def __init__(self, max_kept: int = 4096) -> None:
         self._decisions: deque[Decision] = deque(maxlen=max_kept)
         self.preemptions: Counter[str] = Counter({str(reason): 0 for reason in PreemptReason})
         self.load_choices = Counter({"load": 0, "compute": 0, "split": 0})
+        self.now = 0.0
+        self._events: list[tuple[int, StepOutputs]] = []
 
     def note(self, decision: Decision) -> None:
         self._decisions.append(decision)
@@ -80,6 +93,23 @@ class RecentDecisions:
             self.preemptions[decision.reason] += 1
         elif decision.kind == "choose" or decision.reason == WaitReason.LOADING:
             self.load_choices["load" if decision.kind == "wait" else decision.reason] += 1
+
+    def preempted(self, step: int, request: Request, reason: PreemptReason, beneficiary: str = "") -> None:
+        """Note that a request is about to be preempted."""
+        lost = request.num_computed_tokens
+        self.note(Decision(step, "preempt", request.request_id, reason, beneficiary, num_tokens=lost))
+        self.follow(request, "preempted", reason, lost)
+
+    def follow(self, request: Request, event: str, reason: str = "", num_tokens: int = 0) -> None:
+        """Keep an event for the client of a request, if it has asked for them."""
+        if request.sampling.return_timeline:
+            entry = request.request_id, TimelineEvent(event, self.now, reason, num_tokens)
+            self._events.append((request.client, StepOutputs([], None, None, [], timeline=[entry])))
+
+    def take_events(self) -> list[tuple[int, StepOutputs]]:
+        """Return and clear the (client, message) pairs of events. They are to be sent before tokens and endings."""
+        taken, self._events = self._events, []
+        return taken
 
     def take(self) -> list[Decision]:
         """Return and clear the decisions since the last call; only the newest ``max_kept`` are kept."""

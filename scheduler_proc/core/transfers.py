@@ -283,6 +283,9 @@ class Transfers:
         kv.cache_loaded(request, [load.blocks[at] for at in good], [load.keys[at] for at in good])
         if request is not None and good:
             kv.holds.keep_for(load.hold, request.handle)
+            if (choice := request.choice) is not None:
+                num_loaded = 0 if failed else choice.num_loaded(request.num_tokens)
+                self._decisions.follow(request, "loaded", "+".join(choice.found.pages), num_loaded)
             self._end_wait(request)
         else:
             kv.holds.end(load.hold)

@@ -20,6 +20,7 @@ class Ticks:
 
     def turn(self, scheduler: Scheduler, now: float) -> None:
         """Consume ``Clock(now)`` if a policy uses the time and the last one is older than TICK_S."""
+        scheduler.decisions.now = now
         if scheduler.programs.is_enabled and now - scheduler.programs.now >= TICK_S:
             event = Clock(now)
             scheduler.consume(event)

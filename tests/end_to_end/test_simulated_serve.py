@@ -86,12 +86,22 @@ def test_prefix_cache_hits(server: Served) -> None:
 
 def test_host_memory_keeps_what_the_pool_evicts(server: Served) -> None:
     """Ten prompts of 75 blocks, in a pool of 500. The first are loaded; others may be computed on a busy machine."""
-    prompts = [[5 + number] * 1200 for number in range(10)]
-    usages = [complete(server, prompt=prompt, max_tokens=2)["usage"] for prompt in [*prompts, *prompts]]
+    prompts, began = [[5 + number] * 1200 for number in range(10)], time.monotonic()
+    answers = [complete(server, prompt=each, max_tokens=2, return_timeline=True) for each in [*prompts, *prompts]]
+    passed, usages = time.monotonic() - began, [answer["usage"] for answer in answers]
     assert max(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages[10:]) == 1184
     metrics = server.metrics()
     assert metrics["quire:tier_num_loaded_blocks_total"] >= 74
     assert metrics["quire:tier_num_failed_blocks_total"] == 0
+    timelines = [answer["choices"][0]["timeline"] for answer in answers]
+    for timeline in timelines:
+        kinds, times = [event["event"] for event in timeline], [event["seconds"] for event in timeline]
+        assert times == sorted(times) and times[0] == 0 < times[-1]
+        others = [kind for kind in kinds if kind != "loaded"]
+        assert others == ["queued", "scheduled", "first_token", "ended"] or "joins_load" in str(timeline)
+    assert sum(timeline[-1]["seconds"] for timeline in timelines) < passed
+    loads = [event for timeline in timelines for event in timeline if event["event"] == "loaded"]
+    assert {load["reason"] for load in loads} == {"host"} and max(load["tokens"] for load in loads) == 1184
 
 
 def test_a_disconnected_clients_request_is_aborted(server: Served) -> None:

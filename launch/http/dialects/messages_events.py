@@ -13,6 +13,7 @@ from quire.launch.http.routes.conversation import AnswerReader, tool_of
 from quire.launch.http.routes.formatter import Collected, Usage
 from quire.launch.http.routes.tool_calls import new_call_id
 from quire.launch.http.serving.sse import EventStyle
+from quire.protocol.wire.timeline import TimelineEvent
 
 UNSIGNED = "unsigned"
 """Signature of a thought. Clients refuse or drop a thought without one; this server needs none."""
@@ -54,6 +55,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     usage: MessageUsage
     type: str = "message"
     role: str = "assistant"
+    timeline: list[TimelineEvent] | UnsetType = UNSET
 
 
 class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
@@ -98,6 +100,7 @@ class Stop(msgspec.Struct, frozen=True):
 class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
     delta: Stop
     usage: MessageUsage
+    timeline: list[TimelineEvent] | UnsetType = UNSET
 
 
 class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
@@ -133,7 +136,8 @@ class MessageFormatter:
             frames += self._close()
             reason, sequence = self._stop(delta.finish_reason, delta.stop_reason, delta.num_output_tokens)
             counts = self._usage(delta.num_cached_tokens, delta.num_output_tokens)
-            frames.append(_event("message_delta", MessageDelta(Stop(reason, sequence), counts)))
+            ended = MessageDelta(Stop(reason, sequence), counts, delta.timeline or UNSET)
+            frames.append(_event("message_delta", ended))
             frames.append(_event("message_stop", MessageStop()))
         return b"".join(frames)
 
@@ -149,9 +153,8 @@ class MessageFormatter:
         self._calls = {part.index for part in parts if part.kind == "call"}
         reason, sequence = self._stop(answer.finish_reason, answer.stop_reason, usage.completion_tokens)
         counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
-        return msgspec.json.encode(
-            self._message([_block(part) for part in parts if part.text], reason, sequence, counts)
-        )
+        message = self._message([_block(part) for part in parts if part.text], reason, sequence, counts)
+        return msgspec.json.encode(msgspec.structs.replace(message, timeline=answer.timeline or UNSET))
 
     def _add(self, part: Part | Dropped) -> list[bytes]:
         """Return the events of a part: the start of a block, if it begins one, and a delta."""

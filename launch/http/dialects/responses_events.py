@@ -92,7 +92,7 @@ class ResponsesFormatter:
                 delta.num_output_tokens,
                 self._reader.num_thought_tokens,
             )
-            response = self._finish(delta.finish_reason, counts)
+            response = self._finish(delta, counts)
             self._emit(f"response.{response['status']}", response=response)
         return self._take_frames()
 
@@ -113,7 +113,7 @@ class ResponsesFormatter:
             self._add(part)
         cached, num_output = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
         counts = token_counts(self._num_prompt_tokens, cached, num_output, self._reader.num_thought_tokens)
-        return msgspec.json.encode(self._finish(answer.finish_reason, counts))
+        return msgspec.json.encode(self._finish(answer, counts))
 
     def _add(self, part: Part | Dropped) -> None:
         """Add a part to the open item, or open one for it."""
@@ -135,11 +135,11 @@ class ResponsesFormatter:
             self._output.append(self._open.item)
             self._open = None
 
-    def _finish(self, finish_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self, answer: OutputDelta | Collected, usage: dict[str, Any]) -> dict[str, Any]:
         """End the answer, store it if the client asked for that, and return the response."""
-        status = "incomplete" if finish_reason == "length" and self._request.generate else "completed"
+        status = "incomplete" if answer.finish_reason == "length" and self._request.generate else "completed"
         self._close(status)
-        response = self._response(status, usage)
+        response = self._response(status, usage) | ({"timeline": answer.timeline} if answer.timeline else {})
         if self._store is not None:
             self._store(self.request_id, msgspec.json.encode(response), self._output)
         return response

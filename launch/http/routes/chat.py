@@ -30,6 +30,7 @@ from quire.launch.offline.request_output import Logprob
 from quire.launch.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
 from quire.launch.text.prompts import Prompt
 from quire.launch.text.text_out import TokenTexts
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -79,6 +80,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     routed_experts: ExpertsBody | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    timeline: list[TimelineEvent] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -123,6 +125,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     cumulative_logprob: float | UnsetType = UNSET
     routed_experts: ExpertsBody | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    timeline: list[TimelineEvent] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -207,7 +210,7 @@ class ChatFormatter:
                 return template.fill(event.text)
         message = self._message_delta(index, events, UNSET if template else "assistant")
         reason = self._reason(index, delta.finish_reason)
-        more = experts_body(delta, self._moe), delta.token_ids if self._returns_ids else UNSET
+        more = experts_body(delta, self._moe), delta.token_ids if self._returns_ids else UNSET, delta.timeline or UNSET
         choice = ChunkChoice(index, message, self._logprobs(delta), reason, delta.stop_reason, *more)
         ids, self._prompt_token_ids = self._prompt_token_ids, UNSET
         return self._chunk(choice, usage, ids)
@@ -269,8 +272,9 @@ class ChatFormatter:
             "assistant", content, tool_calls=calls or UNSET, reasoning=reasoning, reasoning_content=reasoning
         )
         ended = self._reason(index, answer.finish_reason), answer.stop_reason
-        more = experts_body(answer, self._moe), answer.token_ids if self._returns_ids else UNSET
-        return ChatChoice(index, message, self._logprobs(answer), *ended, *beam_scores(answer), *more)
+        experts, ids = experts_body(answer, self._moe), answer.token_ids if self._returns_ids else UNSET
+        timeline = answer.timeline or UNSET
+        return ChatChoice(index, message, self._logprobs(answer), *ended, *beam_scores(answer), experts, ids, timeline)
 
     def _note_calls(self, index: int, events: Sequence[Event]) -> None:
         for event in events:

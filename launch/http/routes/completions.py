@@ -26,6 +26,7 @@ from quire.launch.text.prompts import MAX_PROMPTS, Prompt, encode_prompt
 from quire.launch.text.text_out import TextOut, TokenTexts
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
+from quire.protocol.wire.timeline import TimelineEvent
 
 # Written for -inf, which JSON does not have; vLLM writes the same number.
 LOWEST_LOGPROB = -9999.0
@@ -54,6 +55,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     routed_experts: ExpertsBody | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timeline: list[TimelineEvent] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -156,9 +158,10 @@ class CompletionFormatter:
                 begin = echo.logprobs(answer.prompt_logprobs, self._num_logprobs or 0, self._token_texts)
                 logprobs = join_logprobs(begin, logprobs)
         prompt_logprobs = format_prompt_logprobs(answer.prompt_logprobs, self._num_prompt_logprobs, self._token_texts)
-        ended = answer.finish_reason, answer.stop_reason
+        ended = answer.finish_reason, answer.stop_reason, prompt_logprobs
         experts, ids = experts_body(answer, self._moe), self._token_ids(index, answer)
-        return CompletionChoice(index, text, logprobs, *ended, prompt_logprobs, *beam_scores(answer), experts, *ids)
+        timeline = answer.timeline or UNSET
+        return CompletionChoice(index, text, logprobs, *ended, *beam_scores(answer), experts, *ids, timeline)
 
     def _token_ids(
         self, index: int, answer: OutputDelta | Collected

@@ -15,6 +15,7 @@ from quire.launch.text.prompts import Prompt
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.logprobs import LogprobArrays
+from quire.protocol.wire.timeline import TimelineEvent
 
 EXPERTS_PER_CHARACTER = 256
 """Routed experts that are formatted in the time of one character."""
@@ -63,6 +64,7 @@ class Collected:
     beams: list[BeamOutput] | None = None
     """All of them, in the order of their scores."""
     routed_experts: npt.NDArray[np.uint16] | None = None
+    timeline: list[TimelineEvent] | None = None
     token_ids: list[int] = field(default_factory=list)
     has_end_token: bool = False
 
@@ -76,7 +78,7 @@ class Collected:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.beams, self.routed_experts = delta.beams, delta.routed_experts
+        self.beams, self.routed_experts, self.timeline = delta.beams, delta.routed_experts, delta.timeline
 
     @property
     def size(self) -> int:

@@ -1,5 +1,7 @@
 """The front end's side of the link: resubmission when schedulers die or links break."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,14 +26,15 @@ from quire.protocol.wire.front_end_messages import (
     Stop,
 )
 from quire.protocol.wire.link_messages import Hello, Refused, Welcome
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 class Link:
     """A session, the messages that it sent on its current link, and the scheduler's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.sent: list[Any] = []
-        self.session = Session(self.sent.append, 7)
+        self.session = Session(self.sent.append, 7, clock=clock)
         self.begin()
 
     def begin(self, *, after_death: bool = False, ready: bool = True) -> None:
@@ -340,3 +343,22 @@ def test_a_pause_does_not_count_as_lack_of_progress() -> None:
     session.take(EngineState("ready"))
     now[0] += 5
     assert (session.pause, session.seconds_without_progress) == ("", 5)
+
+
+def test_the_timeline_of_an_answer_continues_on_a_new_scheduler() -> None:
+    """Times are those of the machine's clock and continue; what the first scheduler reported is kept."""
+    link = Link(lambda: 12.0)
+    params = SamplingParams(return_timeline=True)
+    stream = link.session.add(AddRequest("1", np.array([1, 2, 3], np.int32), params, 5, arrival=10.0))
+    other = link.add("2")
+    for event in (TimelineEvent("scheduled", 10.5, tokens=2), TimelineEvent("first_token", 11.0)):
+        assert link.session.take(StepOutputs([], None, None, [], timeline=[("1", event), ("gone", event)]))
+    link.give(stream, 10)
+    link.die()
+    assert link.session.take(StepOutputs([], None, None, [], timeline=[("1", TimelineEvent("scheduled", 12.5))]))
+    link.give(stream, 11, ended=EndReason.LENGTH)
+    update = stream.take()
+    assert update is not None and update.timeline is not None and other.timeline is None
+    events = [(event.event, event.seconds) for event in update.timeline]
+    first = [("queued", 10.0), ("scheduled", 10.5), ("first_token", 11.0)]
+    assert events == [*first, ("resubmitted", 12.0), ("scheduled", 12.5)]

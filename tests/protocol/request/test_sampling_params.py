@@ -27,6 +27,7 @@ GOOD: dict[str, list[Any]] = {
     "ignore_eos": [True, False],
     "skip_special_tokens": [True, False],
     "return_routed_experts": [True, False],
+    "return_timeline": [True, False],
     "include_stop_str_in_output": [True, False],
     "min_tokens": [0, 1, 16],
     "presence_penalty": [-2, 0.5, 2.0],
@@ -71,6 +72,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "ignore_eos": ([0, 1, "true", None], "ignore_eos must be true or false"),
     "skip_special_tokens": ([0, "no", None], "skip_special_tokens must be true or false"),
     "return_routed_experts": ([1, "yes", None], "return_routed_experts must be true or false"),
+    "return_timeline": ([1, "yes", None], "return_timeline must be true or false"),
     "include_stop_str_in_output": ([1, None], "include_stop_str_in_output must be true or false"),
     "min_tokens": ([-1, 2**31, *NOT_INTEGERS], "min_tokens must be an integer from 0 to 2147483647"),
     "presence_penalty": ([-2.01, 3, *NOT_NUMBERS], "presence_penalty must be a number from -2 to 2"),
@@ -125,6 +127,7 @@ BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
     "repetition_detection": ([RepetitionDetection(max_pattern_size=1)], "repetition_detection must be None with"),
     "extra_args": ([{"a": 1}], "extra_args must be {} with"),
     "return_routed_experts": ([True], "return_routed_experts must be False with"),
+    "return_timeline": ([True], "return_timeline must be False with"),
     "allowed_token_ids": ([[1, 2, 3]], "must have at least beam_width=4 token ids with use_beam_search (got 3)"),
 }
 

@@ -21,6 +21,7 @@ from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
+from quire.protocol.wire.timeline import TimelineEvent
 
 
 @dataclass
@@ -83,6 +84,7 @@ class FakeSequence(PulledSequence):
             detail=self.detail if ended is EndReason.ERROR else "",
             prompt_logprobs=self._prompt_logprobs() if self.delivered == len(part) else None,
             routed_experts=self._routed_experts(len(part)) if self.params.return_routed_experts else None,
+            timeline=fake_timeline(ended) if self.params.return_timeline else None,
         )
 
     def _routed_experts(self, num_new: int) -> np.ndarray[Any, Any]:
@@ -107,6 +109,11 @@ class FakeSequence(PulledSequence):
 
     def calls_tool(self, tool: str) -> None:
         self.tool = tool
+
+
+def fake_timeline(ended: EndReason | None) -> list[TimelineEvent]:
+    events = [TimelineEvent("queued", 10.0), TimelineEvent("scheduled", 10.5, tokens=2)]
+    return events if ended is None else [*events, TimelineEvent("ended", 11.25)]
 
 
 def fake_experts(num_rows: int) -> np.ndarray[Any, Any]:

@@ -40,6 +40,7 @@ from quire.protocol.wire.front_end_messages import (
     StepOutputs,
     Stop,
 )
+from quire.protocol.wire.timeline import TimelineEvent
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
@@ -131,6 +132,7 @@ class Answer:
     """Row → values."""
     experts: dict[int, list[int]] = field(default_factory=dict)
     """Position → experts."""
+    timeline: list[TimelineEvent] = field(default_factory=list)
 
     @property
     def reason(self) -> EndReason | None:
@@ -527,6 +529,9 @@ class Driver:
             assert answer.num_cached_tokens == -1, "introduced twice"
             answer.num_cached_tokens = introduced.num_cached_tokens
             self._clients[client, introduced.handle] = introduced.request_id
+        for request_id, event in message.timeline:
+            assert self.answers[request_id].ended is None, "an event after the end"
+            self.answers[request_id].timeline.append(event)
         self._take_prompt_logprobs(client, message)
         self._take_rows(client, message)
         if message.handles is not None and message.tokens is not None:
