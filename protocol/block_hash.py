@@ -6,14 +6,14 @@ or adapters share no hash. The inner state of the hash function is the chain: re
 less than hashing every block together with its parent's digest.
 """
 
-import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
+from xxhash import xxh3_128
+
 from quire.protocol.errors import ConfigError
-from quire.version import install_command
 
 SHORT_HASH_BYTES = 8
 """Bytes of a hash that traces keep. Among 2**30 blocks, two share 8 bytes of SHA-256 with probability 1 in 37."""
@@ -37,17 +37,13 @@ def hash_algorithm(name: str) -> Callable[[], _Hash]:
     """Return the constructor of a running hash for the algorithm ``sha256`` or ``xxh3_128``.
 
     Raises:
-        ConfigError: the name is unknown, or the package is not installed.
+        ConfigError: the name is unknown.
     """
     if name == "sha256":
         return sha256
     if name != "xxh3_128":
         raise ConfigError(f"prefix_caching_hash_algo must be sha256 or xxh3_128 (got {name!r})")
-    try:
-        make: Callable[[], _Hash] = importlib.import_module("xxhash").xxh3_128
-    except ImportError:
-        raise ConfigError(f"--prefix-caching-hash-algo xxh3_128 needs: {install_command('xxhash')}") from None
-    return make
+    return xxh3_128
 
 
 class Feature(NamedTuple):

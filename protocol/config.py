@@ -133,6 +133,11 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         return min(self.max_num_scheduled_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     @property
+    def weights_path(self) -> str:
+        """The checkpoint whose weights are loaded; empty for dummy weights."""
+        return "" if self.load_format == "dummy" else self.model_path
+
+    @property
     def uses_nodes(self) -> bool:
         """Whether the workers run on nodes."""
         return any(place.node for place in self.ranks)

@@ -15,7 +15,6 @@ class WorkerLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         rendezvous: ``tcp://ADDRESS:PORT`` of the store of rank 0's machine at which ranks on several machines meet;
             empty if all ranks are on one.
         own_address: address of this machine, by which ranks on other machines reach it.
-        checkpoint: digest of the checkpoint on the head machine (``checkpoint_digest``); empty without one.
     """
 
     address: str
@@ -24,7 +23,6 @@ class WorkerLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     secret_key: str
     rendezvous: str = ""
     own_address: str = ""
-    checkpoint: str = ""
 
 
 class SchedulerLink(msgspec.Struct, frozen=True, kw_only=True):

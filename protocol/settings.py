@@ -158,7 +158,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["sha256", "xxh3_128", "xxhash"],
         Setting(
             MEMORY,
-            "hash function for cached blocks; xxhash is an alias of xxh3_128 and needs the extra xxhash. `xxh3_128` is "
+            "hash function for cached blocks; xxhash is an alias of xxh3_128. `xxh3_128` is "
             "faster, but a client can construct collisions: use it only if all clients are trusted",
         ),
     ] = "sha256"

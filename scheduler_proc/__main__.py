@@ -20,7 +20,8 @@ def main() -> None:
     try:
         check_socket_directory(args.directory)
         config = msgspec.msgpack.decode((args.directory / "config").read_bytes(), type=EngineConfig)
-        sockets = Sockets(args.directory, args.incarnation, config.tensor_parallel_size, uses_nodes=config.uses_nodes)
+        nodes = config.uses_nodes, config.weights_path
+        sockets = Sockets(args.directory, args.incarnation, config.tensor_parallel_size, *nodes)
         loop = SchedulerLoop(config, sockets, child, args.worker_epoch, directory=args.directory)
         signal.signal(signal.SIGUSR2, lambda signum, frame: loop.dump())
         child.report(Report("started"))

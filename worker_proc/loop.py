@@ -31,6 +31,7 @@ from quire.worker_proc.device.step_watcher import StepWatcher
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.parallel.group import TensorParallel
+from quire.worker_proc.startup.loaded_files import name_loaded_files
 from quire.worker_proc.startup.setup import make_runner
 from quire.worker_proc.transfers.make import Mover, make_mover
 
@@ -115,7 +116,9 @@ class WorkerLoop:
                 config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
             say = self._commands.report_phase
             say("prepares kernels")
+            name_files = name_loaded_files(config)
             runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress, say=say)
+            ready = msgspec.structs.replace(ready, files=name_files())
             if config.cpu_offload_bytes or config.ssd_cache_bytes:
                 self._mover = make_mover(runner, group, config, self._watcher.wake)
                 ready = msgspec.structs.replace(ready, page_bytes=self._mover.page_bytes)

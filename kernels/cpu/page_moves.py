@@ -6,7 +6,7 @@ A page is a header (``HEADER``), then the bytes of a block in all tensors of its
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +115,7 @@ class PageMoves:
         """
         if any(not span.flags.c_contiguous or span.shape != g.spans[0].shape for g in groups for span in g.spans):
             raise ValueError("the spans of a group must be contiguous and have equal shapes")
-        self.groups = groups
+        self.groups = list(groups)
         self.check_tags = check_tags
         self._call: Any = None
         if native is not None:
@@ -128,6 +128,11 @@ class PageMoves:
         for row, group, bases in zip(self.described, groups, self._bases, strict=True):
             row["bases"], row["count"], row["span"] = bases.ctypes.data, len(bases), group.spans[0].shape[1]
             row["layout"] = np.frombuffer(group.layout, np.uint8)
+
+    def set_layouts(self, layouts: Sequence[bytes]) -> None:
+        """Replace the layouts of the groups, while no copy runs."""
+        self.groups[:] = [replace(group, layout=each) for group, each in zip(self.groups, layouts, strict=True)]
+        self.described["layout"] = np.frombuffer(b"".join(layouts), np.uint8).reshape(-1, 16)
 
     def move(self, memory: Bytes, moves: Moves, *, is_load: bool, stop: Int64 | None = None) -> Bytes:
         """Copy pages to blocks (``is_load``) or blocks to pages; return an index into OUTCOMES for each copy.

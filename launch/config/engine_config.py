@@ -1,7 +1,6 @@
 """Converts a user's settings to the configuration of scheduler and workers: resolves and checks every default."""
 
 import hashlib
-import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.settings import EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints, check_format
-from quire.version import __version__, install_command
+from quire.version import __version__
 
 KV_CACHE_DTYPES = {
     "float32": "float32",
@@ -72,7 +71,7 @@ def make_engine_config(
     )
     settings: dict[str, Any] = {name: getattr(options, name) for name in EngineSettings.__struct_fields__}
     settings["load_format"] = "dummy" if folder is None else options.load_format
-    settings["prefix_caching_hash_algo"] = _hash_algo(options.prefix_caching_hash_algo)
+    settings["prefix_caching_hash_algo"] = options.prefix_caching_hash_algo.replace("xxhash", "xxh3_128")
     settings["kv_events_curve_dir"] = _absolute(options.kv_events_curve_dir)
     settings["ssd_cache_dir"] = _absolute(options.ssd_cache_dir)
     return EngineConfig(
@@ -310,12 +309,3 @@ def _check_ranks(model: ModelConfig, size: int) -> None:
     if not divides(size):
         possible = ", ".join(str(ranks) for ranks in range(1, model.num_heads + 1) if divides(ranks))
         raise ConfigError(f"--tensor-parallel-size {size} does not divide this model; possible: {possible}")
-
-
-def _hash_algo(wanted: str) -> str:
-    """Resolve an alias to the name of its algorithm; raise ConfigError if its package is missing."""
-    if wanted == "sha256":
-        return wanted
-    if importlib.util.find_spec("xxhash") is None:
-        raise ConfigError(f"--prefix-caching-hash-algo {wanted} needs the package xxhash: {install_command('xxhash')}")
-    return "xxh3_128"

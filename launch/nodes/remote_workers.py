@@ -17,7 +17,6 @@ from quire.launch.nodes.node_thread import NodeThread
 from quire.launch.supervision.child_process import StatusPipe
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.model.checkpoint_digest import checkpoint_digest
 from quire.protocol.nodes import SchedulerLink, WorkerLink, links_file
 from quire.protocol.process.child import EX_CONFIG, Command, Report
 from quire.protocol.process.log import LogOptions
@@ -119,7 +118,6 @@ class NodeWorkers:
         """By number, until they have ended."""
         self._unsent: list[tuple[str, RemoteProcess, StartWorker | Command]] = []
         self._num_started = 0
-        self._checkpoint = ""
         self._directory: Path | None = None
         self._thread: NodeThread | None = None
         self._links: tuple[int, list[WorkerLink], list[ReservedPort]] = (0, [], [])
@@ -131,7 +129,7 @@ class NodeWorkers:
         """Connect to the nodes.
 
         Raises:
-            ConfigError: an address or the key file cannot be used, or the checkpoint cannot be read.
+            ConfigError: an address or the key file cannot be used.
         """
         keys = load_head_keys(Path(self._config.head_key_file))
         for node in self._nodes:
@@ -141,11 +139,6 @@ class NodeWorkers:
                 self._own[node] = own_address(self._addresses[node])
             except OSError as error:
                 raise ConfigError(f"--nodes {node}: the address is not known: {error.strerror}") from None
-        if self._config.model_path and self._config.load_format != "dummy":
-            try:
-                self._checkpoint = checkpoint_digest(Path(self._config.model_path))
-            except OSError as error:
-                raise ConfigError(f"the model {self._config.model_path} cannot be read: {error.strerror}") from None
         self._directory = directory
         self._thread = NodeThread(keys, self)
         for place in self._places:
@@ -177,7 +170,7 @@ class NodeWorkers:
             workers.append(
                 WorkerLink(
                     address=address, scheduler_key=public, public_key=worker_public, secret_key=worker_secret,
-                    own_address=self._addresses[place.node], checkpoint=self._checkpoint,
+                    own_address=self._addresses[place.node],
                 )
             )  # fmt: skip
         self._links = (worker_epoch, workers, ports)

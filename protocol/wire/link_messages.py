@@ -1,8 +1,8 @@
 """The base of all messages, and the messages that every link carries.
 
 All messages are frozen structs of closed unions, one union per direction of a link (front_end_messages.py,
-worker_messages.py). New fields go to the end, with defaults; a tag is never reused. Tags 14 to 18, 24, 43 and 47 are
-events inside the scheduler process (scheduler_proc/requests/events.py); 19 was used until version 1.
+worker_messages.py). New fields go to the end, with defaults; a tag is never reused. Tags 14 to 18, 24, 43, 47 and 53
+are events inside the scheduler process (scheduler_proc/requests/events.py); 19 was used until version 1.
 """
 
 import msgspec

@@ -20,11 +20,13 @@ class HostPages(Message, frozen=True, tag=34):
     Attributes:
         path: file of the memory. Its pages have the ids from 0 on.
         page_bytes: as in Ready.
+        weights: name of the loaded weights, a part of each page's header; equal only for equal weights.
     """
 
     path: str
     num_pages: int
     page_bytes: int
+    weights: str = ""
 
 
 class DiskPages(Message, frozen=True, tag=36):
@@ -38,6 +40,7 @@ class DiskPages(Message, frozen=True, tag=36):
         read_contents: whether the worker answers with DiskContents.
         key_bytes: length of a key; a page with a key of another length has no content.
         forgotten: pages with a generation up to this one have no content.
+        weights: as in HostPages.
     """
 
     path: str
@@ -47,6 +50,7 @@ class DiskPages(Message, frozen=True, tag=36):
     read_contents: bool
     key_bytes: int
     forgotten: int = 0
+    weights: str = ""
 
 
 class MoveKind(IntEnum):

@@ -144,12 +144,15 @@ class Ready(Message, frozen=True, tag=40):
     Attributes:
         num_blocks: size of the pool per group, the null block included; empty for a model that keeps no KV.
         page_bytes: bytes of a page of this rank, which holds one block; 0 if it cannot store blocks in pages.
+        files: the checkpoint that was loaded, by its state on this machine, or by its digest on a node; a value that
+            no other has if it changed meanwhile; empty for dummy weights.
     """
 
     num_blocks: list[int]
     plan: MemoryPlan
     timings: dict[str, float]
     page_bytes: int = 0
+    files: str = ""
 
     @property
     def pool_size(self) -> int:

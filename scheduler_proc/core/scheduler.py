@@ -47,7 +47,7 @@ from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.programs.programs import make_programs
 from quire.scheduler_proc.requests.drafting import check_drafts_fit, make_draft_policy
-from quire.scheduler_proc.requests.events import Clock, Consumed, Fail, Hold, LoadLate, Refuse, Release
+from quire.scheduler_proc.requests.events import Clock, Consumed, Fail, Hold, HostMemory, LoadLate, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
 
@@ -188,8 +188,8 @@ class Scheduler:
                 self.transfers.moved(event)
                 if not event.failed:  # otherwise not before the next step: the same copies may fail again and again
                     self.transfers.plan_stores()
-            case DiskContents():
-                self.transfers.open_disk(event)
+            case DiskContents() | HostMemory():
+                self.transfers.open_tier(event)
             case LoadLate():
                 self.transfers.release_late(event.transfer)
             case AdapterLoaded():

@@ -15,6 +15,7 @@ from quire.scheduler_proc.kv.found import FoundContents, find_contents
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.saves import Numbers, Saves, move_blocks
 from quire.scheduler_proc.kv.tiers import Tier
+from quire.scheduler_proc.requests.events import HostMemory
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
@@ -253,14 +254,14 @@ class Transfers:
         """Continue with the saves that only waited for the result of the step that wrote their content."""
         self._saves.acknowledged(self._clock.acknowledged)
 
-    def open_disk(self, contents: DiskContents) -> None:
-        """Find this part of the disk's contents, unless it has the reason why the disk cannot be used."""
-        if contents.reason:
-            return
-        if self._kv.disk is None or not self._kv.disk.open(contents):
-            self._stats.num_stray_messages += 1
-            return
-        self._numbers.last = max(self._numbers.last, int(contents.generations.max(initial=0)))
+    def open_tier(self, contents: DiskContents | HostMemory) -> None:
+        """Open or close host memory; or find this part of the disk's contents, unless the disk cannot be used."""
+        if isinstance(contents, HostMemory):
+            self._kv.open_host(contents.is_open)
+        elif contents.reason or self._kv.disk is None or not self._kv.disk.open(contents):
+            self._stats.num_stray_messages += not contents.reason
+        else:
+            self._numbers.last = max(self._numbers.last, int(contents.generations.max(initial=0)))
 
     def _loaded(self, load: Load, answer: BlocksMoved) -> None:
         kv, request, failed = self._kv, load.request, frozenset(answer.failed)

@@ -305,6 +305,12 @@ class KVCacheManager:
         assert not any(manager.req_to_blocks for manager in self.coordinator.managers), "a request holds blocks"
         self.pool.drop_contents()
 
+    def open_host(self, is_open: bool) -> None:
+        """Let contents be stored in host memory, or not."""
+        for tier in self.tiers:
+            if tier is not self.disk:
+                tier.is_open = is_open
+
     def reset_prefix_cache(self) -> bool:
         """Drop all cached contents of all tiers. Does nothing and returns False while a request holds a block."""
         if any(manager.req_to_blocks for manager in self.coordinator.managers):

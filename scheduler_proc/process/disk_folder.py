@@ -4,8 +4,10 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -16,6 +18,7 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
+from quire.protocol.wire.curve_keys import require_private
 from quire.scheduler_proc.process.fingerprint import fingerprint
 
 log = event_logger("scheduler")
@@ -24,6 +27,8 @@ MAGIC = b"Quire KV pages\n"
 FORMAT = 1
 SECTOR = 4096
 """Bytes of the description in page 0, and of the part of a page that has its header."""
+
+PRIVATE = "a folder, not a link, that belongs to this user and that no other may change: set its mode to 0700"
 
 START_S, ANSWER_S = 10.0, 2.0
 """Time limits for the disk at the start of an engine, and later, while requests wait."""
@@ -164,8 +169,11 @@ class DiskFolder:
 
     def _check(self) -> None:
         """Lock the folder, and check its files and its room."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = [os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)]
+        for folder, forbidden in ((self._folder.parent, 0o022), (self._folder, 0o077)):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700, parents=True)
+            require_private("--ssd-cache-dir", folder, stat.S_ISDIR, PRIVATE, forbidden)
+        self._lock = [_open(self._folder / "lock", os.O_CREAT)]
         try:
             fcntl.flock(self._lock[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -176,7 +184,7 @@ class DiskFolder:
         room = disk.f_bavail * disk.f_frsize
         for path in self.paths:
             if path.exists():
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                file = _open(path)
                 try:
                     found = self._read(path, file)
                     room += os.fstat(file).st_blocks * 512 + (0 if found is None else found.page_bytes)
@@ -197,7 +205,7 @@ class DiskFolder:
         """Open and resize a file, or create it. Returns up to which generation its contents are forgotten."""
         if not path.exists():
             self._create(path, page_bytes)
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = _open(path)
         self._files.append(file)
         found = self._read(path, file)
         forgotten = 0 if found is None else found.forgotten
@@ -212,7 +220,8 @@ class DiskFolder:
 
     def _create(self, path: Path, page_bytes: int) -> None:
         new = path.with_suffix(".new")
-        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        new.unlink(missing_ok=True)  # of an engine that ended here
+        file = _open(new, os.O_CREAT | os.O_EXCL)
         try:
             _resize(file, self.num_pages * page_bytes)
             self._describe(file, page_bytes, 0)
@@ -260,6 +269,11 @@ class DiskFolder:
     def _remove(self) -> None:
         for path in self.paths:
             path.unlink(missing_ok=True)
+
+
+def _open(path: Path, flags: int = 0) -> int:
+    """Open a file of this folder, and no other through a link."""
+    return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
 
 
 def _resize(file: int, size: int) -> None:

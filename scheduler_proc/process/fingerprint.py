@@ -1,4 +1,4 @@
-"""The fingerprint of KV contents: equal only if their bytes have the same meaning."""
+"""The fingerprint of a folder of KV contents: different if their bytes cannot have the same meaning."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -7,7 +7,7 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint_digest import checkpoint_parts
+from quire.protocol.model.checkpoint_digest import checkpoint_files
 
 SETTINGS = (
     "attention_backend",
@@ -29,10 +29,11 @@ SETTINGS = (
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """Return 32 hexadecimal digits. What else the meaning of a block's bytes depends on is in the header of its page.
+    """Return 32 hexadecimal digits. What else the meaning of a block's bytes depends on is in the header of its page:
+    the weights, of which this has only names, sizes and times, are not known yet when the folder is opened.
 
     Raises:
-        ConfigError: a file of the checkpoint cannot be read.
+        ConfigError: a file of the checkpoint cannot be found.
     """
     digest = sha256()
     settings = {name: getattr(config, name) for name in SETTINGS}
@@ -40,8 +41,9 @@ def fingerprint(config: EngineConfig) -> str:
     digest.update(msgspec.json.encode(settings, order="deterministic"))
     if config.model_path:
         try:
-            for part in checkpoint_parts(Path(config.model_path), with_times=True):
-                digest.update(part)
+            for file in checkpoint_files(Path(config.model_path)):
+                info = file.stat()
+                digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode())
         except OSError as error:
             raise ConfigError(f"the checkpoint {config.model_path} cannot be read: {error.strerror}") from None
     return digest.hexdigest()[:32]

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.model.checkpoint_digest import begin_digest
 from quire.protocol.nodes import SchedulerLink, read_links
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Link
@@ -60,11 +61,14 @@ class SocketFile:
 class Sockets:
     """Implements ``transport.Transport``. Owns the ZeroMQ context and every socket in it."""
 
-    def __init__(self, directory: Path, incarnation: int, num_ranks: int, *, uses_nodes: bool = False) -> None:
+    def __init__(
+        self, directory: Path, incarnation: int, num_ranks: int, uses_nodes: bool = False, weights_path: str = ""
+    ) -> None:
         """
         Args:
             incarnation: the scheduler incarnation, which is part of the path that front ends connect to.
             uses_nodes: the workers are on nodes, and the supervisor has written the links of each epoch.
+            weights_path: the checkpoint on this machine, which nodes must have, too.
         """
         self._context: zmq.Context[Any] = zmq.Context()
         self._directory, self._incarnation = directory, incarnation
@@ -76,6 +80,7 @@ class Sockets:
         self._files = {self.hub.socket: SocketFile(self.hub.socket, frontend_address(directory, incarnation))}
         self._reclaim_at = 0.0
         self._nodes = PeerContext() if uses_nodes else None
+        self._checkpoint = begin_digest(Path(weights_path)) if uses_nodes and weights_path else None
 
     def open_group(self, worker_epoch: int) -> WorkerGroup:
         if self._nodes is None:
@@ -85,7 +90,7 @@ class Sockets:
             channels = [self._open_remote(self._nodes, worker_epoch, *each) for each in enumerate(links)]
         for channel in channels:
             self._waiter.add(channel.socket)
-        group = WorkerGroup(channels, worker_epoch)
+        group = WorkerGroup(channels, worker_epoch, self._checkpoint)
         self._channels[group] = channels
         return group
 

@@ -2,9 +2,14 @@
 
 import math
 from collections import deque
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
 
 from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.model.checkpoint_digest import Fingerprint, begin_digest
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.codec import Codec
@@ -13,7 +18,7 @@ from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, Dis
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.transport import PageFiles, Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
-from quire.scheduler_proc.requests.events import Consumed, LoadLate
+from quire.scheduler_proc.requests.events import Consumed, HostMemory, LoadLate
 from quire.scheduler_proc.trace.journal import Journal
 
 log = event_logger("scheduler")
@@ -48,6 +53,12 @@ class TierTransfers:
         self._files: PageFiles | None = None
         if config.ssd_cache_bytes and worker_epoch == FIRST_WORKER_EPOCH:
             self._files = transport.find_page_files(config, is_restart=False)
+        self._fingerprint: Future[Fingerprint] | None = None
+        """The fingerprint of the checkpoint, without which pages on disk belong to no weights."""
+        if config.ssd_cache_bytes and config.weights_path:
+            self._fingerprint = begin_digest(Path(config.weights_path))
+        self._waiting: WorkerGroup | None = None
+        """Workers that wait for the fingerprint, without pages."""
         self._disk_is_read = False
         """Whether workers have answered what the disk contains."""
         self._contents: deque[DiskContents] = deque()
@@ -87,7 +98,9 @@ class TierTransfers:
         return num_pages, files.num_pages, files.forgotten
 
     def begin(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
-        """Send where the pages are to workers that are ready. Host memory is made for the first of them.
+        """Send where the pages are to workers that are ready, or wait for the fingerprint of the checkpoint.
+
+        Host memory is made for the first of them. Nothing is stored there before: such pages would not fit the disk's.
 
         Raises:
             EngineError: their pages have another size than those of the workers before them.
@@ -99,14 +112,37 @@ class TierTransfers:
         found, expected = workers.page_bytes, [memory.page_bytes for memory in self._memory]
         if has_host and found != expected:
             raise EngineError(f"the new workers have host pages of {found} bytes, but the previous ones of {expected}")
+        if self._fingerprint is None or self._fingerprint.done():
+            self._send_places(scheduler, workers)
+            return
+        self._waiting = workers
+        if has_host and tiers[0].is_open:
+            self._consume(scheduler, HostMemory(False))
+
+    def _send_places(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
+        weights, disk = self._weights_of(workers), scheduler.kv.disk
         for rank, memory in enumerate(self._memory):
-            workers.send_to(rank, memory)
+            workers.send_to(rank, msgspec.structs.replace(memory, weights=weights))
+        if self._memory and not scheduler.kv.tiers[0].is_open:
+            self._consume(scheduler, HostMemory(True))
         if (files := self._files) is None or disk is None:
             return
         key_bytes = HASH_BYTES[self._config.prefix_caching_hash_algo]
         for rank, (path, size) in enumerate(zip(files.paths, workers.page_bytes, strict=True)):
-            rest = size, not self._disk_is_read, key_bytes, files.forgotten
+            rest = size, not self._disk_is_read, key_bytes, files.forgotten, weights
             workers.send_to(rank, DiskPages(str(path), disk.first_id, files.num_pages, *rest))
+
+    def _weights_of(self, workers: WorkerGroup) -> str:
+        """Return the name of the weights that a group has loaded: the fingerprint of the files, if they are unchanged.
+
+        Otherwise, and for host memory alone, which does not outlive the files' state, it is that state.
+        """
+        if self._fingerprint is not None:
+            digest, state = self._fingerprint.result()
+            if workers.files == {state}:
+                return digest
+            log.error("the checkpoint changed after its start, so earlier contents are not found: restart the engine")
+        return " ".join(sorted(workers.files))
 
     def send_loads(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
         """Send loads of blocks and adapters, which need not wait for the step that was just decided."""
@@ -186,6 +222,9 @@ class TierTransfers:
         A reset of the prefix cache is written to the disk here, before its reply is sent.
         """
         disk, files = scheduler.kv.disk, self._files
+        if self._waiting is not None and self._fingerprint is not None and self._fingerprint.done():
+            workers, self._waiting = self._waiting, None
+            self._send_places(scheduler, workers)
         if files is not None and disk is not None and disk.forgotten > files.forgotten:
             files.forget(disk.forgotten)
         if workers is not None:
@@ -205,8 +244,11 @@ class TierTransfers:
         """Expect no more answers: the workers are lost."""
         self._deadlines.clear()
         self._slow_at.clear()
+        self._waiting = None
 
-    def _consume(self, scheduler: Scheduler, event: BlocksMoved | DiskContents | LoadLate | AdapterLoaded) -> None:
+    def _consume(
+        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | AdapterLoaded
+    ) -> None:
         scheduler.consume(event)
         self._journal.consumed(0, self._events.encode(0, 0, event), event)
 

@@ -2,13 +2,15 @@
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from quire.protocol.config import FIRST_WORKER_EPOCH
-from quire.protocol.errors import EngineError
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.model.checkpoint_digest import Fingerprint
 from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.channel import Channel, Frames, Received, SendFailed
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
@@ -27,11 +29,20 @@ class WorkerGroup:
         is_broken: whether sending to a rank failed.
     """
 
-    def __init__(self, channels: Sequence[Channel], worker_epoch: int = FIRST_WORKER_EPOCH) -> None:
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        worker_epoch: int = FIRST_WORKER_EPOCH,
+        checkpoint: Future[Fingerprint] | None = None,
+    ) -> None:
+        """``checkpoint``: that of this machine, if ranks are on others; no Ready is received before it is known."""
         self.worker_epoch = worker_epoch
         self.is_ready = False
         self.is_broken = False
         self._channels = list(channels)
+        self._checkpoint = checkpoint
+        self._early: deque[tuple[int, Received]] = deque()
+        """Ready messages that wait for it."""
         self._ready: dict[int, Ready] = {}
         self._held: deque[Received] = deque()
         self._digests: dict[int, dict[int, bytes]] = {}
@@ -49,6 +60,11 @@ class WorkerGroup:
     def page_bytes(self) -> list[int]:
         """The bytes of a page on each rank; 0 if blocks cannot be stored in pages."""
         return [self._ready[rank].page_bytes for rank in range(self.size)]
+
+    @property
+    def files(self) -> set[str]:
+        """What the ranks say of the files of the checkpoint that they have loaded, as in Ready."""
+        return {ready.files for ready in self._ready.values()}
 
     def send(self, message: Any) -> Frames:
         """Send to all ranks. Returns the frames for rank 0, even when sending failed."""
@@ -74,6 +90,9 @@ class WorkerGroup:
             EngineError: the ranks disagree on a step, so their states differ.
             ProtocolError: a frame is corrupt or missing.
         """
+        is_known = self._checkpoint is None or self._checkpoint.done()
+        if self._early and is_known:
+            return self._early.popleft()
         for rank, channel in enumerate(self._channels):
             while (received := channel.receive()) is not None:
                 match received.message:
@@ -98,12 +117,24 @@ class WorkerGroup:
                         if all(parts and parts[-1].is_last for parts in self._contents):
                             found, self._contents = self._contents, [[] for _ in self._channels]
                             return rank, received._replace(message=common_contents(found))
+                    case Ready() if not is_known:
+                        self._early.append((rank, received))
                     case _:
                         return rank, received
         return self.agreed()
 
     def ready(self, rank: int, ready: Ready) -> Ready | None:
-        """Record that a rank is ready. Once all are, return the combined Ready of the group."""
+        """Record that a rank is ready. Once all are, return the combined Ready of the group.
+
+        Raises:
+            ConfigError: a node has another checkpoint than this machine.
+            EngineError: the ranks do not fit each other.
+        """
+        if self._checkpoint is not None and ready.files != self._checkpoint.result().digest:
+            raise ConfigError(
+                f"rank {rank} has loaded another model than this machine has at the same path, or it changed "
+                f"meanwhile: copy the files to its node"
+            )
         self._ready[rank] = ready
         if len(self._ready) < self.size or self.is_ready:
             return None

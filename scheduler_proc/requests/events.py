@@ -48,6 +48,12 @@ class LoadLate(Message, frozen=True, tag=47):
     transfer: int
 
 
+class HostMemory(Message, frozen=True, tag=53):
+    """Whether contents can be stored in host memory: before a disk behind it can be used, they cannot."""
+
+    is_open: bool
+
+
 class Clock(Message, frozen=True, tag=24):
     """The time, in seconds on the scheduler's clock. Decisions that depend on time depend on the last one of these."""
 
@@ -69,6 +75,7 @@ Consumed: TypeAlias = (
     | BlocksMoved
     | DiskContents
     | LoadLate
+    | HostMemory
     | AdapterLoaded
     | UnloadAdapter
     | TenantService

@@ -22,7 +22,7 @@ from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, Unlo
 from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop, TenantService
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
-from quire.scheduler_proc.requests.events import Clock, Fail, Hold, LoadLate, Refuse, Release
+from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
 
 FORMAT = "quire-trace"
@@ -128,6 +128,7 @@ OtherEvent: TypeAlias = (
     | BlocksMoved
     | DiskContents
     | LoadLate
+    | HostMemory
     | AdapterLoaded
     | UnloadAdapter
     | TenantService

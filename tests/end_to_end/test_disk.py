@@ -1,5 +1,7 @@
 """Real processes with a disk behind the prefix cache, which the next engine finds again."""
 
+import json
+import os
 import random
 import re
 import shutil
@@ -57,12 +59,12 @@ def start(
     folder, _ = checkpoint_factory("llama")
     costs = OwnCosts(tmp_path / "home", monkeypatch)
 
-    def start(**settings: Any) -> LLM:
+    def start(model: Path = folder, **settings: Any) -> LLM:
         given = {"ssd_cache_dir": str(tmp_path / "cache"), "ssd_cache_bytes": 2**24} | settings
         costs.forget()
-        llm = LLM(folder, **SETTINGS, **given)
+        llm = LLM(model, **SETTINGS, **given)
         for _ in range(10_000):
-            if llm.statistics()["disk_num_pages"]:
+            if not given["ssd_cache_bytes"] or llm.statistics()["disk_num_pages"]:
                 break
         return llm
 
@@ -119,6 +121,33 @@ def test_a_killed_server_leaves_what_the_next_one_finds(tmp_path: Path, monkeypa
         following.stop()
 
 
+@pytest.mark.parametrize("host_bytes", [0, 2**18])
+def test_changed_weights_of_equal_size_and_time_use_no_earlier_page(
+    start: Callable[..., LLM], checkpoint_factory: Callable[..., tuple[Path, Any]], tmp_path: Path, host_bytes: int
+) -> None:
+    """A tensor is negated in place. Its pages come back with its bytes."""
+    model = shutil.copytree(checkpoint_factory("llama")[0], tmp_path / "model")
+    weights = model / "model.safetensors"
+    with start(model, cpu_offload_bytes=host_bytes) as llm:
+        first, _ = answers(llm, PROMPTS)
+    before, times = weights.read_bytes(), weights.stat()
+    header = int.from_bytes(before[:8], "little")
+    at = json.loads(before[8 : 8 + header])["model.layers.0.self_attn.k_proj.weight"]["data_offsets"]
+    negated = bytearray(before)
+    for byte in range(8 + header + at[0] + 3, 8 + header + at[1], 4):
+        negated[byte] ^= 0x80
+    weights.write_bytes(negated)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with start(model, cpu_offload_bytes=host_bytes, ssd_cache_dir="", ssd_cache_bytes=0) as llm:
+        expected, _ = answers(llm, PROMPTS)
+    with start(model, cpu_offload_bytes=host_bytes) as llm:
+        found, num_cached = answers(llm, PROMPTS)
+        assert (found, num_cached, llm.statistics()["disk_num_failed"]) == (expected, 0, 0) and expected != first
+    weights.write_bytes(before)
+    with start(model, cpu_offload_bytes=host_bytes) as llm:
+        assert answers(llm, PROMPTS)[0] == first
+
+
 def test_damaged_pages_are_computed_and_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = OwnCosts(tmp_path / "home", monkeypatch)
     flags = ["--num-gpu-blocks-override", "60", "--deterministic"]
@@ -148,7 +177,7 @@ def test_unusable_folders_end_the_start(start: Callable[..., LLM], tmp_path: Pat
     with pytest.raises(QuireError, match=r"--ssd-cache-bytes must be at least \d+, two pages"):
         start(ssd_cache_bytes=5000)
     (tmp_path / "file").write_text("")
-    with pytest.raises(QuireError, match=r"file.* cannot be used: .*choose another folder"):
+    with pytest.raises(QuireError, match=r"/file must be a folder, not a link, that belongs to"):
         start(ssd_cache_dir=str(tmp_path / "file"))
 
 

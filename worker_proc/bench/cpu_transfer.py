@@ -1,12 +1,12 @@
 """Copies of KV blocks to pages of host memory and back, beside a plain copy of as many bytes; then to disk."""
 
-import importlib
 import mmap
 import os
 from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
+from xxhash import xxh3_128_digest
 
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.page_moves import HEADER, Bytes, Moves, PageMoves
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 def cpu_transfer(bench: Bench) -> None:
-    """Measure loads and stores of blocks in random order, in turn with plain copies and, if there is xxhash, its tag.
+    """Measure loads and stores of blocks in random order, in turn with plain copies and the tag of xxhash.
 
     All memory was written before. Each call copies all blocks once, and together they exceed the caches.
     """
@@ -58,10 +58,8 @@ def _measure(bench: Bench, layout: KVLayout, count: int, most: int, case: str) -
         "plain copy": partial(np.copyto, target, source),
         "quire, load, header": partial(_move, headers_only, pages, parts, is_load=True),
         "quire, store": partial(_move, copies, pages, parts, is_load=False),
+        "xxhash of pages": partial(_tag, pages[:, HEADER.itemsize :][:, : group.num_bytes]),
     }
-    if importlib.util.find_spec("xxhash") is not None:
-        xxh3 = importlib.import_module("xxhash").xxh3_128_digest
-        calls["xxhash of pages"] = partial(_tag, xxh3, pages[:, HEADER.itemsize :][:, : group.num_bytes])
     bench.require_time()
     times = dict(zip(calls, bench.clock.alternating(list(calls.values())), strict=True))
     for name, seconds in times.items():
@@ -94,7 +92,6 @@ def _move(copies: PageMoves, pages: Bytes, parts: Sequence[Moves], *, is_load: b
             raise RuntimeError("a page is not what was stored")
 
 
-def _tag(xxh3: object, pages: Bytes) -> None:
-    assert callable(xxh3)
+def _tag(pages: Bytes) -> None:
     for page in pages[1:]:
-        xxh3(page)
+        xxh3_128_digest(page)

@@ -8,8 +8,7 @@ from socket import gethostname
 import psutil
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.model.checkpoint_digest import checkpoint_digest
+from quire.protocol.errors import EngineError
 from quire.protocol.nodes import WorkerLink
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
@@ -23,12 +22,9 @@ def join_group(config: EngineConfig, rank: int, path: Path, link: WorkerLink | N
         link: for a worker on a node.
 
     Raises:
-        ConfigError: the checkpoint of this machine is not that of the head machine.
         EngineError: no network interface has the address of this machine.
     """
     size = config.tensor_parallel_size
-    if link is not None:
-        check_checkpoint(config.model_path, link.checkpoint)
     if size == 1:
         return SingleRank()
     if link is not None and link.rendezvous:
@@ -67,17 +63,3 @@ def _interface_of(address: str) -> str:
         if any(each.address == address for each in addresses):
             return name
     raise EngineError(f"no network interface of {gethostname()} has the address {address} of `quire node`")
-
-
-def check_checkpoint(path: str, expected: str) -> None:
-    """Raise ConfigError unless this machine has the checkpoint of the head machine at the same path."""
-    if not expected:
-        return
-    try:
-        found = checkpoint_digest(Path(path))
-    except OSError as error:
-        raise ConfigError(
-            f"{gethostname()} cannot read the model {path}: {error.strerror}: it must be at the same path on each node"
-        ) from None
-    if found != expected:
-        raise ConfigError(f"{gethostname()} has another model at {path} than the head machine: copy the files to it")

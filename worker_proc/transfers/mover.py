@@ -19,7 +19,7 @@ from quire.protocol.wire.transfer_messages import (
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.transfers.disk import DiskTier
 from quire.worker_proc.transfers.host import HostTier
-from quire.worker_proc.transfers.pages import MapFailed, page_bytes_of
+from quire.worker_proc.transfers.pages import MapFailed, layout_hash, page_bytes_of
 from quire.worker_proc.transfers.parts import Part, Pending
 
 
@@ -49,6 +49,7 @@ class BlockMover:
         self.page_bytes = page_bytes_of(groups)
         self._native = native
         self._copies = PageMoves(native, groups, check_tags=check_tags)
+        self._layouts = [group.layout for group in groups]
         self._num_groups, self._num_blocks, self._wake = len(groups), num_blocks, wake
         self._host: HostTier | str = "there is no host memory"
         self._disk: DiskTier | str = "there is no disk"
@@ -79,7 +80,7 @@ class BlockMover:
         """
         if self._host_ids or self._disk_ids:
             raise StepRefused("HostPages arrived a second time, or after DiskPages")
-        self._check_size(message)
+        self._accept(message)
         self._host_ids = range(1, message.num_pages)
         try:
             self._host = HostTier(message, self._copies)
@@ -94,7 +95,7 @@ class BlockMover:
         """
         if self._disk_ids:
             raise StepRefused("DiskPages arrived a second time")
-        self._check_size(message)
+        self._accept(message)
         if message.first_page < self._host_ids.stop or not 0 < message.key_bytes <= MAX_KEY_BYTES:
             raise StepRefused(f"DiskPages from page {message.first_page} on with keys of {message.key_bytes} bytes")
         self._disk_ids = range(message.first_page + 1, message.first_page + message.num_pages)
@@ -138,12 +139,15 @@ class BlockMover:
             self._answers.append(message)
         self._wake()
 
-    def _check_size(self, message: HostPages | DiskPages) -> None:
+    def _accept(self, message: HostPages | DiskPages) -> None:
+        """Check the size of a tier's pages, and let their headers name the weights. No copy runs yet."""
         if message.page_bytes != self.page_bytes or message.num_pages < 2:
             raise StepRefused(
                 f"{type(message).__name__} with {message.num_pages} pages of {message.page_bytes} bytes: a page of "
                 f"this worker has {self.page_bytes}, and at least 2 are needed"
             )
+        if message.weights:
+            self._copies.set_layouts([layout_hash([layout, message.weights]) for layout in self._layouts])
 
     def check(self, message: MoveBlocks, num_blocks: int) -> Moves:
         """Return the moves of a message for a pool of ``num_blocks``.

@@ -50,7 +50,10 @@ def group_caches(layout: KVLayout, caches: Mapping[int, torch.Tensor], num_block
 
 
 def group_layout(layout: KVLayout, index: int, num_bytes: int, meaning: Sequence[object]) -> bytes:
-    """Return 16 bytes that name what the bytes of a block mean. ``num_bytes``: bytes of its keys in one layer."""
+    """Return 16 bytes that name what the bytes of a block mean, but for the weights.
+
+    ``num_bytes``: bytes of its keys in one layer.
+    """
     return layout_hash([FORMAT, layout, index, num_bytes, *meaning])
 
 

@@ -225,8 +225,54 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, code: int, monkeypatch: 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/.* cannot be used: Not a directory: choose another folder"):
+    with pytest.raises(ConfigError, match=r"/file must be a folder, not a link, that belongs to this user and that"):
         DiskFolder(config_at(tmp_path / "file"))
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"), [("", 0o777), ("", 0o1777), ("", 0o720), ("model", 0o770), ("model", 0o705), ("model", 0o710)]
+)
+def test_folders_that_others_may_use_are_refused(tmp_path: Path, place: str, mode: int) -> None:
+    with opened(tmp_path / "cache") as folder:
+        changed = folder.paths[0].parent if place else tmp_path / "cache"
+        content = folder.paths[0].read_bytes()
+    changed.chmod(mode)
+    with pytest.raises(ConfigError, match=f"--ssd-cache-dir: {changed} must be a folder, not a link, that belongs"):
+        DiskFolder(config_at(tmp_path / "cache"))
+    assert folder.paths[0].read_bytes() == content
+
+
+def test_folders_of_others_and_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "cache") as folder:
+        model = folder.paths[0].parent
+    with monkeypatch.context() as patch:
+        owner = os.getuid()
+        patch.setattr(os, "getuid", lambda: owner + 1)
+        with pytest.raises(ConfigError, match="must be a folder, not a link, that belongs to this user"):
+            DiskFolder(config_at(tmp_path / "cache"))
+    model.rename(tmp_path / "elsewhere")
+    model.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="must be a folder, not a link, that belongs to this user"):
+        DiskFolder(config_at(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", ["lock", "rank-0-of-2.pages", "rank-0-of-2.new"])
+def test_no_file_is_reached_through_a_link(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "target"
+    with opened(tmp_path / "cache") as folder:
+        place = folder.paths[0].with_name(name)
+        target.write_bytes(folder.paths[0].read_bytes())
+    folder.paths[0].unlink()
+    place.unlink(missing_ok=True)
+    place.symlink_to(target)
+    before = target.read_bytes()
+    if name.endswith(".new"):
+        with opened(tmp_path / "cache"):
+            assert not folder.paths[0].is_symlink() and not place.exists(), "the link is removed, and a file made"
+    else:
+        with pytest.raises(ConfigError, match=f"{place} cannot be used: Too many levels of symbolic links"):
+            DiskFolder(config_at(tmp_path / "cache"))
+    assert target.read_bytes() == before
 
 
 @pytest.mark.parametrize("action", ["forget", "wipe"])
@@ -254,7 +300,8 @@ OTHERS = """
     learned_costs_dir logits_processors
     logits_processors_exclude logprobs_mode long_prefill_token_threshold max_cpu_loras max_lora_rank max_loras
     max_model_len max_num_batched_tokens
-    max_num_queued_reqs max_num_seqs max_prefill_share model_path num_blocks_override num_speculative_tokens
+    max_num_queued_reqs max_num_scheduled_tokens max_num_seqs max_prefill_share
+    model_path num_blocks_override num_speculative_tokens
     max_programs priority_range reserve_full_sequence sampling_defaults scheduling_policy seed
     speculative ssd_cache_bytes ssd_cache_dir structured_outputs_backend thinking_end_token_ids
     thinking_start_token_ids trace trace_max_bytes trace_prompts watermark
@@ -284,12 +331,9 @@ def test_the_fingerprint_names_settings_and_files(tmp_path: Path) -> None:
     (folder / "notes.txt").write_text("changed")
     assert fingerprint(msgspec.structs.replace(config, max_num_seqs=3, seed=5)) == first
     weights = folder / "model.safetensors"
-    for at in (0, 299_999):
-        data = bytearray(weights.read_bytes())
-        data[at] ^= 1
-        weights.write_bytes(data)
-        os.utime(weights, (1, 1))
-        found.append(fingerprint(config))
+    os.utime(weights, (2, 2))
+    found.append(fingerprint(config))
+    weights.write_bytes(bytes(300_001))
     os.utime(weights, (2, 2))
     found.append(fingerprint(config))
     weights.rename(folder / "renamed.safetensors")

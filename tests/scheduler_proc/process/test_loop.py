@@ -212,7 +212,7 @@ def test_a_wrong_disk_folder_is_refused_before_workers_connect(tmp_path: Path) -
     reports, status = os.pipe()
     child, transport = Child(status), Sockets(tmp_path, 1, 1)
     try:
-        with pytest.raises(ConfigError, match=r"--ssd-cache-dir: .*/file/.* cannot be used: Not a directory"):
+        with pytest.raises(ConfigError, match=r"--ssd-cache-dir: .*/file must be a folder, not a link"):
             SchedulerLoop(config, transport, child)
         SchedulerLoop(config, transport, child, FIRST_WORKER_EPOCH + 1)
     finally:

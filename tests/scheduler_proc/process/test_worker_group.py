@@ -1,11 +1,14 @@
 """Several ranks behind the interface of one worker: results are released only when all ranks agree."""
 
+from concurrent.futures import Future
+
 import msgspec
 import numpy as np
 import pytest
 from memory_channel import MemoryChannel, memory_pair
 
-from quire.protocol.errors import EngineError
+from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.model.checkpoint_digest import Fingerprint
 from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.protocol.wire.worker_messages import (
@@ -105,6 +108,21 @@ def test_ready_has_the_fewest_blocks_of_all_ranks() -> None:
     assert group.ready(1, Ready([40, 30], plans[1], {"load_s": 2.0})) is None
     ready = group.ready(0, Ready([20, 50], plans[0], {"load_s": 1.0}))
     assert ready == Ready([20, 30], plans[2], {"load_s": 2.0})
+
+
+def test_a_rank_on_a_node_must_have_the_checkpoint_of_this_machine() -> None:
+    """No Ready is received before that is known."""
+    known: Future[Fingerprint] = Future()
+    near, far = memory_pair(WorkerToScheduler, SchedulerToWorker)
+    group = WorkerGroup([near], 1, known)
+    far.send(Ready([20], PLAN, {}, files="d" * 32))
+    assert group.receive() is None
+    known.set_result(Fingerprint("d" * 32, "state of the files here"))
+    received = group.receive()
+    assert received is not None and group.ready(0, received[1].message) == Ready([20], PLAN, {})
+    for files in ("e" * 32, "", "state of the files here"):
+        with pytest.raises(ConfigError, match=r"rank 0 has loaded another model .*: copy the files"):
+            WorkerGroup([near], 2, known).ready(0, Ready([20], PLAN, {}, files=files))
 
 
 def test_ranks_with_different_block_sizes_are_an_error() -> None:

@@ -47,6 +47,8 @@ class LoopUnderTest:
         propose: the drafts of a step that awaits masks, for rows that may have some.
         inputs: masks by which steps were sampled, in order; None for a step that never received its own.
         fake: the worker behind it.
+        files: what the worker says of the checkpoint that it has loaded.
+        others: messages to the worker that ``until`` has received and that are no steps.
         failure: the exception that ended the loop, or None.
     """
 
@@ -68,6 +70,8 @@ class LoopUnderTest:
         self.spoil: Callable[[ModelRunnerOutput], ModelRunnerOutput] = lambda result: result
         self.propose: Callable[[SchedulerOutput], Proposed] = no_drafts
         self.inputs: list[SampleInputs | None] = []
+        self.files = ""
+        self.others: list[Any] = []
         self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -110,7 +114,7 @@ class LoopUnderTest:
         self.configure = configure
         self.fake.step, self.fake.first_of_epoch = configure.last_step, configure.last_step + 1
         page_bytes = 4096 if self.config.ssd_cache_bytes else 0
-        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}, page_bytes))
+        self.worker.send(Ready([33], MemoryPlan("cpu", 0, 0, 0, 0, 33, 4), {}, page_bytes, self.files))
 
     def _take_reports(self) -> list[Report]:
         try:
@@ -153,6 +157,8 @@ class LoopUnderTest:
             elif step is not None and isinstance(step.message, LoadAdapter):
                 self.fake.adapters.receive(step.message)
                 self.worker.send(self.fake.adapters.run())
+            elif step is not None:
+                self.others.append(step.message)
             heard = (client or self.client).receive(0.005)
             assert heard is not None or self._thread.is_alive(), "the loop has ended"
             if heard is not None and wanted(heard.message):
