@@ -359,10 +359,10 @@ class Planner:
         request.split_at = 0
         self._hooks.admitted(request, num_hit_tokens)
         self._decisions.follow(request, "scheduled", num_tokens=num_hit_tokens)
+        self._transfers.admitted(request, choice)  # before hashes are published: it probes for what the device lacks
         if self._adapters.may_run(request):
             plan.add(StepRow(request, num_tokens, None, is_prefill=True))
             self._cache_written(request, num_tokens)
-        self._transfers.admitted(request, choice)
         return None
 
     def has_room_for_prompt(self, request: Request, hits: GroupBlocks, protected: int) -> bool:

@@ -171,7 +171,8 @@ class Transfers:
         request.choice = None
         if choice is None:
             return
-        if self.costs.avoids_load() and (found := find_contents(self._kv, request).last(FULL_PAGES)).fits(self._kv):
+        most = min(FULL_PAGES, max(self._kv.pool.num_free_blocks // 2, 1))
+        if self.costs.avoids_load() and (found := find_contents(self._kv, request).last(most)).fits(self._kv):
             self._load(found, Choice("load"), request.tenant)
         self._note("choose", request, "compute", 0, str(choice))
 

@@ -123,9 +123,11 @@ def test_a_load_is_late_when_computing_would_have_ended() -> None:
     complete(unknown)
 
 
-def test_a_slow_tier_is_probed_and_no_request_waits_for_it() -> None:
+@pytest.mark.parametrize(("step_tokens", "num_probed"), [(16, FULL_PAGES), (512, 6)])
+def test_a_slow_tier_is_probed_and_no_request_waits_for_it(step_tokens: int, num_probed: int) -> None:
+    """Also if one step computes the whole prompt, whose hashes are then published, and few blocks are free."""
     slow = msgspec.structs.replace(learned(1.0), num_avoided=PROBE_INTERVAL - 1)
-    engine = engine_with_prefix(1.0, costs=slow)
+    engine = engine_with_prefix(1.0, costs=slow, max_num_batched_tokens=step_tokens)
     engine.worker.host.seconds = lambda pages: 1e-5 * pages
     engine.worker.step_seconds = lambda tokens, _: 0.001 * tokens
     engine.add("again", PROMPT, max_tokens=4)
@@ -137,7 +139,7 @@ def test_a_slow_tier_is_probed_and_no_request_waits_for_it() -> None:
     assert choices(engine) == {"compute": 1} and engine.answers["again"].num_cached_tokens == 0
     state = engine.scheduler.transfers.costs.state
     assert state.num_avoided == PROBE_INTERVAL and state.loads["host"] != slow.loads["host"]
-    assert engine.scheduler.statistics().tiers[0].num_loaded == FULL_PAGES
+    assert engine.scheduler.statistics().tiers[0].num_loaded == num_probed
 
 
 # ---- a split
