@@ -4,12 +4,13 @@ Layout, little-endian: the magic ``GGUF``, the version (uint32), the numbers of 
 setting as name, type and value; each tensor as name, number of dimensions, dimensions with the innermost first, type
 and offset; then the tensors' data, from the next multiple of ``general.alignment`` on.
 
-Every count, length and offset is checked against the size of the file before it is used.
+Every count, length and offset is checked against the size of the file before it is used. A header takes at most four
+times its size in memory, and 16 MiB for its settings and tensors.
 """
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,11 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
-_MAX_SETTINGS = 2**16
-_MAX_TENSORS = 2**18
-_MAX_ARRAY = 2**22
+_MAX_SETTINGS = 2**12
+_MAX_TENSORS = 2**15
+_MAX_ARRAY = 2**21
+_MAX_TEXT_BYTES = 2**20
+_MAX_NAME = 256
 _MAX_HEADER_BYTES = 2**28
 _MAX_DIMENSIONS = 4
 
@@ -64,8 +67,30 @@ class GgufTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class GgufArray:
+    """Values as their bytes: as objects, they would take many times as much, also those that nothing uses."""
+
+    kind: int
+    count: int
+    data: bytes = field(repr=False)
+
+    def values(self) -> list[Any]:
+        if self.kind != _STRING:
+            return list(struct.unpack(f"<{self.count}{_SCALARS[self.kind][1]}", self.data))
+        data, end, length = self.data, 0, _LENGTH.unpack_from
+        texts = []
+        for _ in range(self.count):  # some 100,000 tokens and merges
+            at, end = end + 8, end + 8 + length(data, end)[0]
+            texts.append(data[at:end].decode("utf-8", errors="replace"))
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of one file: its settings by name, and its tensors in the order of the file."""
+    """The header of one file: its settings by name, and its tensors in the order of the file.
+
+    A setting is a number, a boolean, a text, or a ``GgufArray``, which a text of more than 1 MiB is, too.
+    """
 
     path: Path
     settings: dict[str, Any]
@@ -170,21 +195,22 @@ class _Header:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind])
         if kind == _STRING:
-            return self._string()
+            if (size := self._scalar("<Q")) <= _MAX_TEXT_BYTES:
+                return self._take(size).decode("utf-8", errors="replace")
+            self.at -= _LENGTH.size
+            return GgufArray(_STRING, 1, self._take(_LENGTH.size + size))
         if kind == _ARRAY:
             return self._array(name)
         raise ConfigError(f"{self.path}: setting {name} has unknown type {kind}")
 
-    def _array(self, name: str) -> list[Any]:
+    def _array(self, name: str) -> GgufArray:
         kind = self._scalar("<I")
         count = self._count(f"values of {name}", _MAX_ARRAY)
         if kind == _STRING:
-            return self._strings(count)
+            return GgufArray(kind, count, self._strings(count))
         if kind not in _SCALARS:
             raise ConfigError(f"{self.path}: setting {name} has an array of unknown type {kind}")
-        letter = _SCALARS[kind][1]
-        data = self._take(count * struct.calcsize(f"<{letter}"))
-        return list(struct.unpack(f"<{count}{letter}", data))
+        return GgufArray(kind, count, self._take(count * struct.calcsize(_SCALARS[kind])))
 
     def _count(self, what: str, most: int) -> int:
         count = self._scalar("<Q")
@@ -198,26 +224,19 @@ class _Header:
         return value
 
     def _name(self, what: str) -> str:
-        name = self._string()
-        if not name or len(name) > 256 or printable(name)[1:-1] != name:
+        name = self._take(self._scalar("<Q"))[: 4 * _MAX_NAME + 1].decode("utf-8", errors="replace")
+        if not name or len(name) > _MAX_NAME or printable(name)[1:-1] != name:
             raise ConfigError(f"{self.path}: is damaged: a {what} has the name {printable(name)[:80]}")
         return name
 
-    def _string(self) -> str:
-        return self._take(self._scalar("<Q")).decode("utf-8", errors="replace")
-
-    def _strings(self, count: int) -> list[str]:
-        """Read strings, as ``_string`` does. There are some 100,000 tokens and merges, so this loop is short."""
-        data, at, end, length = self.data, self.at, self.end, _LENGTH.unpack_from
-        texts = []
+    def _strings(self, count: int) -> bytes:
+        """Return strings with their lengths. There are some 100,000 tokens and merges, so this loop is short."""
+        data, at, length = self.data, self.at, _LENGTH.unpack_from
         for _ in range(count):
-            (size,) = length(data, at)
-            at += 8 + size
-            if at > end:
+            at += 8 + length(data, at)[0]
+            if at > self.end:
                 raise EOFError
-            texts.append(data[at - size : at])
-        self.at = at
-        return [text.decode("utf-8", errors="replace") for text in texts]
+        return self._take(at - self.at)
 
     def _take(self, count: int) -> bytes:
         if count > self.end - self.at:

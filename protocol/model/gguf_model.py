@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.config_fields import token_ids
-from quire.protocol.model.gguf_file import GgufFile, GgufTensor
+from quire.protocol.model.gguf_file import GgufArray, GgufFile, GgufTensor
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -130,8 +130,8 @@ def end_tokens(file: GgufFile) -> list[int]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [given[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in given]
     tokens, kinds = given.get("tokenizer.ggml.tokens"), given.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(kinds, list):
-        named = zip(tokens, kinds, strict=False)
+    if isinstance(tokens, GgufArray) and isinstance(kinds, GgufArray):
+        named = zip(tokens.values(), kinds.values(), strict=False)
         ids += [index for index, (text, kind) in enumerate(named) if kind == _CONTROL and text in _END_TEXTS]
     return token_ids(ids, f"{file.path}: tokenizer.ggml.eos_token_id")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.protocol.errors import ConfigError, printable
-from quire.protocol.model.gguf_file import GgufFile
+from quire.protocol.model.gguf_file import GgufArray, GgufFile
 
 _UNKNOWN, _CONTROL, _ADDED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"
@@ -67,6 +67,8 @@ def tokenizer_config(file: GgufFile) -> str:
     tokens, _ = _tokens(file)
     config: dict[str, Any] = {}
     template = file.settings.get("tokenizer.chat_template")
+    if isinstance(template, GgufArray):
+        raise ConfigError(f"{file.path}: tokenizer.chat_template must be a text of at most 1 MiB")
     if isinstance(template, str):
         config["chat_template"] = template
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -91,9 +93,10 @@ def _added(tokens: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, int]]
 
 def _array(file: GgufFile, key: str, kind: type | tuple[type, ...]) -> list[Any]:
     value = file.settings.get(f"{_PREFIX}{key}")
-    if not isinstance(value, list) or not value or not all(isinstance(each, kind) for each in value):
+    values = value.values() if isinstance(value, GgufArray) else []
+    if not values or not isinstance(values[0], kind):
         raise ConfigError(f"{file.path}: {_PREFIX}{key} is missing, empty or of a wrong type")
-    return value
+    return values
 
 
 def _special(file: GgufFile, key: str, num_tokens: int) -> int | None:

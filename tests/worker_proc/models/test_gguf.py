@@ -1,6 +1,9 @@
 """GGUF files against transformers with the weights that their blocks define, on one and two ranks; and damaged ones."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
 from quire.protocol.model import gguf_file
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors
+from quire.protocol.model.gguf_file import read_gguf
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.startup.loader import fill_model
 
@@ -246,6 +250,43 @@ def test_settings_of_wrong_types_are_refused(name: str, tmp_path: Path) -> None:
         write_gguf(file, settings | {name: value}, {"token_embd.weight": ("F32", (97, 64), bytes(97 * 64 * 4))})
         with pytest.raises(ConfigError, match=r"model\.gguf"):
             load_model_config(file)
+
+
+def _header(settings: Sequence[tuple[int, bytes]], num_tensors: int = 0) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, len(settings))
+    return head + b"".join(struct.pack("<Q8sI", 8, b"%08d" % i, kind) + data for i, (kind, data) in enumerate(settings))
+
+
+TEXT, ARRAY, UINT16 = 8, 9, 2
+MIB = 2**20
+ODD_TEXT = "\U0001f600".encode() + b"a" * (MIB - 4)
+"""Each of its characters takes four bytes as an object."""
+HEADERS: dict[str, bytes] = {
+    "numbers": _header([(ARRAY, struct.pack("<IQ", UINT16, MIB) + b"\x01\x7f" * MIB)] * 8),
+    "short texts": _header([(ARRAY, struct.pack("<IQ", TEXT, 2**18) + struct.pack("<Q2s", 2, b"ab") * 2**18)]),
+    "texts": _header([(TEXT, struct.pack("<Q", MIB) + ODD_TEXT)] * 8),
+    "long text": _header([(TEXT, struct.pack("<Q", 8 * MIB) + ODD_TEXT * 8)]),
+    "settings": _header([(0, b"\0")] * 4096),
+    "name": b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 8 * MIB) + ODD_TEXT * 8,
+    "tensors": _header([], 2**15)
+    + b"".join(struct.pack("<Q8sIQIQ", 8, b"%08d" % i, 1, 8, 0, 32 * i) for i in range(2**15))
+    + bytes(2**20 + 16),
+}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pytest.param(data, id=name, marks=[pytest.mark.full] * (name == "tensors")) for name, data in HEADERS.items()],
+)
+def test_a_header_takes_at_most_four_times_its_size_in_memory(data: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    tracemalloc.start()
+    with contextlib.suppress(ConfigError):
+        read_gguf(file)
+    used = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert used < 4 * len(data) + 16 * MIB
 
 
 @pytest.mark.parametrize("key", ["tokens", "token_type", "merges", "model", "pre", "bos_token_id", "eos_token_id"])
