@@ -80,6 +80,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
         api_key=keys,
         admin_api_key=read_admin_keys(options, keys),
     )
+    adapters = server_adapters(config, options)  # before there is a file or a process: a signal then ends the start
     with Listener(options) as listener:
         fd = listener.socket.fileno()
         front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
@@ -89,7 +90,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
                 by_contents = config.enable_prefix_caching and options.routing == "cache"
                 config = msgspec.structs.replace(config, head_key_file=places.head_key_file, feeds_router=by_contents)
                 with _make_fleet(config, options, places, worker, front_end) as fleet:
-                    _run(fleet, config, options, about, started)
+                    _run(fleet, config, options, adapters, about, started)
             return
         with Supervisor(
             config,
@@ -98,7 +99,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
             standby=options.standby_workers,
             environment=options.logs.environment,
         ) as supervisor:
-            _run(supervisor, config, options, about, started)
+            _run(supervisor, config, options, adapters, about, started)
 
 
 def _open_places(config: EngineConfig, options: ServeOptions) -> OwnedPlaces:
@@ -134,10 +135,15 @@ def _make_fleet(
 
 
 def _run(
-    processes: Supervisor | Fleet, config: EngineConfig, options: ServeOptions, about: str, started: float
+    processes: Supervisor | Fleet,
+    config: EngineConfig,
+    options: ServeOptions,
+    adapters: Sequence[NamedAdapter],
+    about: str,
+    started: float,
 ) -> None:
     signals = Signals(processes)
-    write_settings(processes.directory, options, server_adapters(config, options))
+    write_settings(processes.directory, options, adapters)
     _say(options, f"starting {about}")
     processes.start_all()
     said_at = started
@@ -148,6 +154,9 @@ def _run(
         if now > said_at + PROGRESS_S and not has_bar:
             said_at = now
             _say(options, f"starting for {now - started:.0f} s: {processes.awaited}")
+    if not processes.is_ready:  # no request runs; a process that loads or compiles would see a command late
+        processes.kill_all()
+        return
     if not signals.count:
         if config.sampling_defaults:
             values = " ".join(f"{name}={value:g}" for name, value in config.sampling_defaults.items())

@@ -13,8 +13,8 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +29,8 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 COMPILE_SECONDS = 180
+_WITH_PARENT = ("sh", "-c", 'exec 3<&0; (read _; kill -9 0) <&3 & "$@" </dev/null; code=$?; kill $!; exit $code', "sh")
+"""Runs a command in its process group, which is killed when standard input ends, as it does with this process."""
 OPENMP_RUNTIMES = ("libgomp", "libiomp5", "libomp")
 
 
@@ -136,9 +138,13 @@ def _build(compiler: list[str]) -> Path:
     with _locked(folder / "cpu.lock"):
         if not path.exists():
             log.warning("compiling the CPU kernels for this machine; later starts reuse them directory=%s", folder)
-            with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                built = _compile(compiler, flags, Path(scratch))
-                built.replace(path)
+            scratch = folder / "scratch"  # under the lock it is that of a killed process
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(mode=0o700)
+            try:
+                _compile(compiler, flags, scratch).replace(path)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 
@@ -171,18 +177,23 @@ def _cpu_flags() -> str:
 def _compile(compiler: list[str], flags: list[str], scratch: Path) -> Path:
     """Compile each source in its own process, then link, without OpenMP (see ``_load``)."""
     objects, running = [], []
+    lifeline, ours = os.pipe()
     for source in _sources(".cpp"):
         made = scratch / f"{source.stem}.o"
-        command = [*compiler, *flags, "-c", str(source), "-o", str(made)]
+        command = [*_WITH_PARENT, *compiler, *flags, "-c", str(source), "-o", str(made)]
         objects.append(str(made))
-        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        quiet, kept = subprocess.DEVNULL, subprocess.PIPE
+        started = subprocess.Popen(command, stdin=lifeline, stdout=quiet, stderr=kept, text=True, process_group=0)
+        running.append(started)
+    os.close(lifeline)
     errors = []
     for process in running:
         try:
             errors.append(process.communicate(timeout=COMPILE_SECONDS)[1])
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             errors.append(process.communicate()[1] + f"timed out after {COMPILE_SECONDS} s")
+    os.close(ours)
     for process, error in zip(running, errors, strict=True):
         if process.returncode:
             lines = [line for line in error.splitlines() if "error" in line] or error.splitlines() or ["no message"]

@@ -1,9 +1,7 @@
 """``quire node``: the agent of a machine, which starts worker processes only, for heads with an allowed key."""
 
-import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import time
@@ -16,7 +14,7 @@ import zmq
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.heads import HEARTBEAT_S, Heads
 from quire.launch.supervision.child_process import ChildProcess
-from quire.launch.supervision.directory import make_directory
+from quire.launch.supervision.directory import make_directory, remove_directory
 from quire.launch.supervision.members import WatchedProcess
 from quire.launch.supervision.supervisor import REAL_WORKER, WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError
@@ -131,7 +129,5 @@ class Agent:
         self._hub.forget(head)
         directory, lock, port = self._folders.pop(head, (None, -1, None))
         if directory is not None and port is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory, lock)
             port.close()
-            with contextlib.suppress(OSError):
-                os.close(lock)

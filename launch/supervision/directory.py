@@ -8,8 +8,10 @@ import tempfile
 from pathlib import Path
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.child import ENDED, remove_sockets
 
 PREFIX = "quire-"
+NEW = ".new"
 SHORT = "/tmp"
 MAX_PARENT_BYTES = 50
 """Sockets below a socket directory add up to 55 bytes, and the path of a socket has at most 107."""
@@ -18,16 +20,19 @@ LOCK = "lock"
 
 
 def make_directory() -> tuple[Path, int]:
-    """Remove the directories of killed owners; return a new directory of mode 0700, and a descriptor of its lock."""
+    """Remove the directories of killed owners; return a new directory of mode 0700, and a descriptor of its lock.
+
+    It has its name once it is locked, so that a directory without a lock is never that of a living owner.
+    """
     parent = parent_of_sockets()
     for directory in Path(parent).glob(f"{PREFIX}*"):
         _remove_if_abandoned(directory)
-    directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # mkdtemp makes it 0700
-    fresh = directory / f"{LOCK}.new"
-    lock = os.open(fresh, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fresh.rename(directory / LOCK)  # locked before another process can find it
-    return directory, lock
+    while True:
+        fresh = Path(tempfile.mkdtemp(prefix=PREFIX, suffix=NEW, dir=parent))  # mkdtemp makes it 0700
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another start has just removed it
+            lock = os.open(fresh / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fresh.rename(fresh.with_suffix("")), lock
 
 
 def parent_of_sockets() -> str:
@@ -46,14 +51,19 @@ def remove_directory(directory: Path, lock: int) -> None:
     if lock >= 0:
         with contextlib.suppress(OSError):
             os.close(lock)
-    shutil.rmtree(directory, ignore_errors=True)
+    remove_sockets(directory)
 
 
 def _remove_if_abandoned(directory: Path) -> None:
-    """Remove a directory of this user whose lock no process holds."""
+    """Remove a directory of this user whose lock no process holds, or whose removal or start was cut off."""
     try:
         if directory.is_symlink() or directory.stat().st_uid != os.getuid():
             return
+        if directory.suffix == ENDED:
+            shutil.rmtree(directory, ignore_errors=True)
+        elif directory.suffix == NEW:
+            with contextlib.suppress(OSError):  # it has a lock
+                directory.rmdir()
         lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return
@@ -62,6 +72,6 @@ def _remove_if_abandoned(directory: Path) -> None:
     except OSError:
         return
     else:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_sockets(directory)
     finally:
         os.close(lock)

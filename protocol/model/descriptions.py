@@ -24,7 +24,8 @@ OTHER_TOKENIZERS = (
 """Files in place of tokenizer.json, which transformers converts."""
 CONVERT_SECONDS = 300
 _CONVERT = """
-import os, sys
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # end with the parent
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.modules["torch"] = None  # twice as fast without it
 from tokenizers import processors

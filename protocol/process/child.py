@@ -41,6 +41,8 @@ HEARTBEAT_S = 0.5
 HANG_TIMEOUT_S = 15.0
 """Seconds without progress of the main loop after which a child counts as hung. A normal round takes milliseconds."""
 PR_SET_PDEATHSIG = 1
+ENDED = ".ended"
+"""Ends the name of a socket directory that is being removed."""
 
 
 class Report(msgspec.Struct, omit_defaults=True):
@@ -113,6 +115,7 @@ class Child:
         self._status_fd = status_fd
         self._lifeline_fd = lifeline_fd
         self._directory = directory
+        self._parent = os.getppid()
         self._commands: deque[Command] = deque()
         self._pending = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -132,8 +135,10 @@ class Child:
     def fail(self, error: BaseException) -> NoReturn:
         """Report the reason in one line and exit: status 78 for bad settings or checkpoints, 1 for other errors.
 
-        An unexpected error also leaves its traceback on stderr.
+        An unexpected error also leaves its traceback on stderr, unless the supervisor has exited.
         """
+        if os.getppid() != self._parent:
+            sys.exit(1)
         text = str(error) if isinstance(error, QuireError) else shortage(error)
         if not text:
             traceback.print_exception(error)
@@ -220,8 +225,19 @@ class Child:
 
     def _end_with_parent(self) -> NoReturn:
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove_sockets(self._directory)
         os._exit(1)
+
+
+def remove_sockets(directory: Path) -> None:
+    """Remove a socket directory that other processes may still write to: they no longer find it by its name.
+
+    If the caller is killed meanwhile, the next start finds it by its new name.
+    """
+    ended = directory.with_name(directory.name + ENDED)
+    with contextlib.suppress(OSError):  # another process was first
+        directory.rename(ended)
+        shutil.rmtree(ended, ignore_errors=True)
 
 
 def child_parser(description: str | None) -> argparse.ArgumentParser:

@@ -1,7 +1,10 @@
 """Folders of sockets."""
 
+import fcntl
+import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from quire.launch.supervision import directory
 from quire.launch.supervision.directory import make_directory, parent_of_sockets, remove_directory
 from quire.protocol.errors import ConfigError
+from quire.protocol.process.child import remove_sockets
 
 
 @pytest.mark.parametrize("length", [40, 51, 200])
@@ -27,3 +31,57 @@ def test_sockets_have_short_paths_below_any_folder_of_temporary_files(
     if length > 50:
         with pytest.raises(ConfigError, match=f"TMPDIR must have at most 50 bytes for sockets .got {folder}.: choose"):
             parent_of_sockets()
+
+
+def test_a_start_removes_what_killed_ones_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts are killed before they lock a directory, before it has its name, later, and while it is removed."""
+    monkeypatch.setattr(directory, "parent_of_sockets", lambda: str(tmp_path))
+    for name in ("quire-a.new", "quire-b.new/lock", "quire-c/lock", "quire-d/adapters", "quire-e.ended/adapters"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        (path.touch if "/" in name else path.mkdir)()
+    living = [make_directory() for _ in range(2)]
+    (starting := tmp_path / "quire-f.new").mkdir()
+    with (starting / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made, ours = make_directory()
+    assert set(tmp_path.iterdir()) == {made, starting, tmp_path / "quire-d", *(each for each, _ in living)}
+    for each, held in (*living, (made, ours)):
+        remove_directory(each, held)
+    assert {path.name for path in tmp_path.iterdir()} == {"quire-f.new", "quire-d"}
+
+
+def test_a_start_makes_another_directory_if_its_new_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "parent_of_sockets", lambda: str(tmp_path))
+    stages = iter((os.rmdir, lambda path: (Path(path) / "lock").touch() or remove_sockets(Path(path))))
+    make = tempfile.mkdtemp
+
+    def make_and_remove(**options: str) -> str:
+        path = make(**options)
+        next(stages, lambda path: None)(path)
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_remove)
+    made, lock = make_directory()
+    assert list(tmp_path.iterdir()) == [made] and list(made.iterdir()) == [made / "lock"]
+    os.close(lock)
+
+
+def test_a_process_that_still_writes_keeps_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of a killed supervisor removes the directory while another one makes its socket."""
+    (tmp_path / "quire-a").mkdir()
+    (tmp_path / "quire-a" / "lock").touch()
+    remove = os.rmdir
+
+    def write_first(*place: object, **options: int) -> None:
+        with suppress(FileNotFoundError):
+            (tmp_path / "quire-a" / "frontend-1.sock").touch()
+        remove(*place, **options)
+
+    monkeypatch.setattr(os, "rmdir", write_first)
+    remove_sockets(tmp_path / "quire-a")
+    assert not list(tmp_path.iterdir())
