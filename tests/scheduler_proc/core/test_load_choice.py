@@ -33,10 +33,19 @@ def complete(engine: Driver, request_id: str = "again") -> None:
     assert engine.replay_lines() is None
 
 
-@pytest.mark.parametrize(("per_page", "kind"), [(1e-5, "load"), (4e-3, "split"), (1.0, "compute")])
-def test_the_faster_way_is_chosen(per_page: float, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("per_page", "kind", "admissions"),
+    [
+        (1e-5, "load", [("load", True, 0, FOUND, 0.00126)]),
+        (4e-3, "split", [("split", True, 0, 0, 0.1), ("split", True, FRONT, FOUND - FRONT, 0.1)]),
+        (1.0, "compute", [("compute", False, 0, 0, 25.0)]),
+    ],
+)
+def test_the_faster_way_is_chosen(
+    per_page: float, kind: str, admissions: list[tuple[str, bool, int, int, float]]
+) -> None:
     engine = engine_with_prefix(per_page)
-    engine.add("again", PROMPT, max_tokens=4)
+    engine.add("again", PROMPT, max_tokens=4, job_id="job")
     complete(engine)
     assert choices(engine) == {kind: 1}
     cached = engine.answers["again"].num_cached_tokens
@@ -48,22 +57,11 @@ def test_the_faster_way_is_chosen(per_page: float, kind: str) -> None:
         "compute": ["loading would take 25 s, computing 0.1 s"],
     }
     assert [d.detail for d in decided] == expected[kind]
+    check_trace(engine, admissions)
 
 
-@pytest.mark.parametrize(
-    ("per_page", "admissions"),
-    [
-        (1e-5, [("load", True, 0, FOUND, 0.00126)]),
-        (4e-3, [("split", True, 0, 0, 0.1), ("split", True, FRONT, FOUND - FRONT, 0.1)]),
-        (1.0, [("compute", False, 0, 0, 25.0)]),
-    ],
-)
-def test_the_trace_says_what_was_loaded_for_an_admission_and_why(
-    per_page: float, admissions: list[tuple[str, bool, int, int, float]]
-) -> None:
-    engine = engine_with_prefix(per_page)
-    engine.add("again", PROMPT, max_tokens=4, job_id="job")
-    complete(engine)
+def check_trace(engine: Driver, admissions: list[tuple[str, bool, int, int, float]]) -> None:
+    """The trace says what was loaded for each admission, and why."""
     lines = engine.lines()
     hits = [line for line in lines if isinstance(line, PrefixCacheEvent) and line.req_id == "again"]
     found = [
@@ -77,6 +75,7 @@ def test_the_trace_says_what_was_loaded_for_an_admission_and_why(
     assert (total, len(snapshots[-1].tiers)) == (128, 1) and 0 < free <= total and 0 < cached <= total
 
 
+@pytest.mark.full
 def test_traces_before_version_3_have_both_parts_of_a_hit_in_one_number() -> None:
     engine = engine_with_prefix(1e-5)
     engine.add("again", PROMPT, max_tokens=4)

@@ -1,5 +1,6 @@
 """What happens to a request, as events for the client that asks for them."""
 
+import pytest
 from load_choices import FOUND, FRONT, PROMPT, engine_with_prefix
 from scheduler_driver import Driver
 
@@ -31,6 +32,7 @@ def test_a_fork_and_new_workers() -> None:
     assert events[0][2] > 0 and events[1][1] == "new_epoch"
 
 
+@pytest.mark.full
 def test_loaded_tokens_have_their_tier() -> None:
     engine = engine_with_prefix(4e-3)
     engine.add("again", PROMPT, max_tokens=4, return_timeline=True)
