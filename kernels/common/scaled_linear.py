@@ -1,11 +1,14 @@
 """Linear layers over packed weights in plain torch, for every device: the reference of faster kernels."""
 
 import torch
+import torch.nn.functional as F
 
 from quire.kernels.common.block_weight import BlockWeight
 from quire.kernels.common.scaled_weight import ScaledWeight
 
 PackedWeight = ScaledWeight | BlockWeight
+
+FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 WIDENED_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 """Elements that are dequantised at a time: 1 MiB in float32, a usual L2 cache. On a GPU a part costs launches."""
@@ -54,6 +57,24 @@ def scaled_linear(
     if bias is not None:
         out = out + bias
     return out.to(torch.float32 if float32_output else x.dtype)
+
+
+def round_to_fp8(x: torch.Tensor, group_size: int = 0, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Round to float8 (e4m3) numbers times a scale, and return these values in ``x``'s dtype.
+
+    Args:
+        x: ``[rows, inputs]``.
+        group_size: inputs that share a scale, the largest of their magnitudes divided by 448; 0: each row has one.
+        scale: float32 ``[1]``: use this one instead.
+    """
+    rows, inputs = x.shape
+    size = group_size or max(inputs, 1)
+    padded = F.pad(x, (0, -inputs % size)) if inputs % size else x
+    wide = padded.float().reshape(rows, -(-inputs // size), size)
+    if scale is None:
+        scale = (wide.abs().amax(-1, keepdim=True) / FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = (wide / scale).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).flatten(1)[:, :inputs].to(x.dtype).contiguous()
 
 
 def round_to_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

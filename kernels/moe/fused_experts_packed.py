@@ -1,5 +1,6 @@
 """Mixture of experts with int8, int4 or fp8 weights, which the product of ``packed_linear`` decodes in registers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ def fused_experts_packed(
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     activation: str = "silu",
+    round_inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute ``fused_experts`` from packed weights, which are not rounded.
 
@@ -29,9 +31,11 @@ def fused_experts_packed(
         w13: the rows of all experts, ``[num_experts * 2 * width, hidden_size]``: of each, gate rows, then up rows.
         w2: ``[num_experts * hidden_size, width]``. Both must be weights that ``packed_linear`` accepts.
         activation: as ``gated_activation.gate``, except swiglu_oai.
+        round_inputs: rounds the inputs of both products, if given.
 
     Other arguments, the result and errors are those of ``fused_experts``.
     """
+    x = x if round_inputs is None else round_inputs(x)
     codes13, codes2 = packed_linear.stored_codes(w13), packed_linear.stored_codes(w2)
     tensors = x, codes13, w13.scales, w13.zeros, codes2, w2.scales, w2.zeros, expert_ids, weights
     kinds = w13.kind, w13.group_size, w2.kind, w2.group_size, activation
@@ -44,6 +48,7 @@ def fused_experts_packed(
     tiles = sort_pairs(expert_ids, len(codes2) // hidden_size, launches.tile_pairs)
     gated = x.new_empty(expert_ids.numel(), width)
     launches.gate_up(x, codes13, w13.scales, w13.zeros, gated, tiles.pairs, tiles.experts)
+    gated = gated if round_inputs is None else round_inputs(gated)
     results = x.new_empty(expert_ids.numel(), hidden_size)
     launches.down(gated, codes2, w2.scales, w2.zeros, weights, results, tiles.pairs, tiles.experts)
     launches.add(results, expert_ids, out)

@@ -54,7 +54,7 @@ def make_engine_config(
     if model is None:
         assert folder is not None
         model = _read_model(folder, with_weights=options.load_format != "dummy")
-    model = with_pooling(_quantised(options.quantization, model), options.pooling)
+    model = with_pooling(_quantised(options, model), options.pooling)
     template = chat_template_source(options.chat_template)
     model = with_end_tokens(model, folder, template)
     options = for_model(options, model)
@@ -113,8 +113,12 @@ def _read_model(folder: Path, *, with_weights: bool) -> ModelConfig:
     return model
 
 
-def _quantised(kind: str, model: ModelConfig) -> ModelConfig:
-    """Return the model with the format of ``--quantization``."""
+def _quantised(options: EngineOptions, model: ModelConfig) -> ModelConfig:
+    """Return the model with the format of ``--quantization``, or without its rounding of activations."""
+    kind, form = options.quantization, model.weight_format
+    if form is not None and not options.round_activations:
+        form = msgspec.structs.replace(form, int8_activations=False, fp8_activations="")
+        model = msgspec.structs.replace(model, weight_format=form)
     if kind == "none":
         return model
     if model.weight_format is not None or (model.moe is not None and model.moe.bias):

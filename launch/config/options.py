@@ -44,6 +44,14 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             "fp8 with a scale per output, int4 with one per 32 inputs. A quantised checkpoint needs no flag",
         ),
     ] = "none"
+    round_activations: Annotated[
+        bool,
+        Setting(
+            MODEL,
+            "round activations to int8 or fp8 where the checkpoint's quantization does, as its maker computes. Off: "
+            "results are closer to the unquantised model's",
+        ),
+    ] = True
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"],
         Setting(

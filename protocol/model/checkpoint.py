@@ -153,8 +153,12 @@ def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config:
     scales = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
     dtype = _NARROW.get(next(iter(scales)), "float32") if len(scales) == 1 else "float32"
     present = any(name.endswith((".g_idx", ".weight_g_idx")) for name in stored)
+    rounding = declared.fp8_activations
+    if rounding == "static" and not any(name.endswith(".input_scale") for name in stored):
+        rounding = ""
     completed = msgspec.structs.replace(
         declared,
+        fp8_activations=rounding,
         plain=tuple(sorted(plain)),
         scale_dtype=dtype,
         act_order=declared.act_order and present,

@@ -5,7 +5,7 @@ read by ``worker_proc/models/formats``.
 """
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,6 +44,8 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
         act_order: groups are not consecutive inputs.
         has_input_groups: the group of each input is a tensor of the checkpoint (``g_idx``).
         int8_activations: activations are rounded to int8 with a scale for each token.
+        fp8_activations: activations are rounded to fp8, with scales of their own, or with the layer's ``input_scale``.
+        activation_group: inputs of a token that share such a scale of their own; 0: all inputs.
         scale_dtype: dtype of the scales in memory; float32 if the checkpoint's tensors are not known or differ.
         plain: layers that are not quantised, by full name.
         types: the type of each quantised layer of a GGUF file, by full name.
@@ -58,6 +60,8 @@ class WeightFormat(msgspec.Struct, frozen=True, kw_only=True):
     act_order: bool = False
     has_input_groups: bool = False
     int8_activations: bool = False
+    fp8_activations: Literal["", "dynamic", "static"] = ""
+    activation_group: int = 0
     scale_dtype: str = "float32"
     plain: tuple[str, ...] = ()
     types: dict[str, str] = {}
@@ -176,6 +180,7 @@ def _compressed_group(group: Fields, layout: object) -> WeightFormat:
     if zero_points and kind in ("fp8", "fp4"):
         raise ConfigError(f"{field.where}: symmetric must be true for weights of type float")
     group_size, block_rows = _strategy(field, kind)
+    fp8_activations, activation_group = _fp8_activations(group) if kind == "fp8" else ("", 0)
     return WeightFormat(
         layout=layout,
         kind=kind,
@@ -185,6 +190,8 @@ def _compressed_group(group: Fields, layout: object) -> WeightFormat:
         act_order=field.raw.get("actorder") in ("group", "dynamic", True),
         has_input_groups=field.raw.get("actorder") in ("group", "dynamic", True),
         int8_activations=kind == "int8" and _rounds_activations(group),
+        fp8_activations=fp8_activations,
+        activation_group=activation_group,
     )
 
 
@@ -214,7 +221,7 @@ def _block(field: Fields, name: str) -> tuple[int, int]:
 def _rounds_activations(group: Fields) -> bool:
     """Whether activations are rounded to int8; raise ConfigError if in another way than with a scale per token.
 
-    Activations that the checkpoint's maker rounded to floats are not rounded here, which is more exact.
+    Activations that the checkpoint's maker rounded to floats beside other weights than fp8 are not rounded.
     """
     given = group.raw.get("input_activations")
     if not given:
@@ -230,13 +237,34 @@ def _rounds_activations(group: Fields) -> bool:
     return True
 
 
+def _fp8_activations(group: Fields) -> tuple[Literal["", "dynamic", "static"], int]:
+    """Return how activations are rounded beside fp8 weights, and the inputs that share a scale.
+
+    A scale for each token replaces one for all tokens of a step, with which results would depend on other requests.
+    """
+    given = group.raw.get("input_activations")
+    if not isinstance(given, dict) or (given.get("type"), given.get("num_bits")) != ("float", 8):
+        return "", 0
+    if not given.get("dynamic"):
+        return ("static" if given.get("strategy") in (None, "tensor") else ""), 0
+    field = Fields(given, f"{group.where}: input_activations")
+    return "dynamic", field.size("group_size", low=2) if given.get("strategy") == "group" else 0
+
+
 def _fp8(field: Fields) -> WeightFormat:
     if field.raw.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
         raise ConfigError(f"{field.where}: fmt {printable(field.raw['fmt'])} is not supported; supported: e4m3")
     if field.has("scale_fmt"):
         field.choice("scale_fmt", field.raw["scale_fmt"], ("float",))
     group_size, block_rows = _block(field, "weight_block_size") if field.has("weight_block_size") else (0, 0)
-    return WeightFormat(layout="fp8", kind="fp8", group_size=group_size, block_rows=block_rows)
+    return WeightFormat(
+        layout="fp8",
+        kind="fp8",
+        group_size=group_size,
+        block_rows=block_rows,
+        fp8_activations="static" if field.raw.get("activation_scheme") == "static" else "dynamic",
+        activation_group=group_size,
+    )
 
 
 def _integer_kind(field: Fields, name: str, supported: tuple[int, ...]) -> str:
@@ -281,5 +309,5 @@ def _modelopt(field: Fields) -> WeightFormat | None:
     if field.raw.get("quant_algo") is None:
         return None
     if field.choice("quant_algo", field.raw["quant_algo"], ("FP8", "NVFP4")) == "FP8":
-        return WeightFormat(layout="fp8", kind="fp8", block_rows=0)
+        return WeightFormat(layout="fp8", kind="fp8", block_rows=0, fp8_activations="static")
     return WeightFormat(layout="modelopt-nvfp4", kind="fp4", group_size=16)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE, largest_scale
+from quire.kernels.common.scaled_linear import round_to_fp8
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.protocol.errors import ConfigError
@@ -75,13 +77,21 @@ class SparseMlp(Module):
             self.quantised = [self._quantised_expert(expert) for expert in range(count)]
             self.linears = [linear for pair in self.quantised for linear in pair]
             empty = torch.empty(0, device=build.device)
-            stacked = None
+            stacked, rounds = None, None
             if build.ops.stacks_experts:
                 first, second = zip(*self.quantised, strict=True)
                 where = f"{build.layer}.mlp.experts"
                 stacked = stack_experts(first, where), stack_experts(second, where)
+                if forms[0] is not None and forms[0].fp8_activations:  # scales of the checkpoint differ between experts
+                    rounds = partial(round_to_fp8, group_size=forms[0].activation_group)
             self.experts = Experts(
-                empty, empty, activation=moe.activation, packed=self.quantised, stacked=stacked, adapters=adapters
+                empty,
+                empty,
+                activation=moe.activation,
+                packed=self.quantised,
+                stacked=stacked,
+                round_inputs=rounds,
+                adapters=adapters,
             )
             return
         self.gate_up, self.gate_up_scales = self._matrices(2 * width, hidden)

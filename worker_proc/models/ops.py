@@ -32,6 +32,7 @@ class Experts:
             are empty.
         stacked: the rows of all experts' two layers (``formats/stacked.py``), if the operations want quantised weights
             in this form; ``packed`` then has the same memory.
+        round_inputs: rounds the inputs of both layers of ``stacked``, if the format asks for it.
         gate_up_scales, down_scales: of MXFP4 weights, uint8 and without the last dimension; None for other weights.
         adapters: sites of LoRA adapters; None: adapters do not change the experts.
     """
@@ -43,6 +44,7 @@ class Experts:
     activation: str = "silu"
     packed: Sequence[tuple[Product, Product]] = ()
     stacked: tuple[ScaledWeight, ScaledWeight] | None = None
+    round_inputs: Product | None = None
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
     adapters: ExpertSites | None = None

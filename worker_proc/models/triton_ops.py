@@ -53,7 +53,9 @@ class TritonOps:
             return self._one_by_one.experts(x, experts, expert_ids, weights)
         if experts.stacked is not None:
             w13, w2 = experts.stacked
-            return fused_experts_packed.fused_experts_packed(x, w13, w2, expert_ids, weights, experts.activation)
+            return fused_experts_packed.fused_experts_packed(
+                x, w13, w2, expert_ids, weights, experts.activation, experts.round_inputs
+            )
         if experts.packed:
             raise ValueError("experts: weights are packed for the CPU, expected plain tensors")
         if experts.gate_up_scales is not None and experts.down_scales is not None:

@@ -23,6 +23,13 @@ def compressed(layout: str | None, activations: Any = None, **weights: Any) -> d
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
 
 
+E4M3 = {"type": "float", "num_bits": 8}
+
+
+def rounding(kind: str, group: int = 0) -> dict[str, Any]:
+    return {"fp8_activations": kind, "activation_group": group}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -33,10 +40,25 @@ def compressed(layout: str | None, activations: Any = None, **weights: Any) -> d
         (compressed("naive-quantized", **BLOCKS), {"layout": "float-quantized", "group_size": 64, "block_rows": 128}),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 64]},
-            {"layout": "fp8", "kind": "fp8", "group_size": 64, "block_rows": 128},
+            {"layout": "fp8", "kind": "fp8", "group_size": 64, "block_rows": 128, **rounding("dynamic", 64)},
         ),
-        ({"quant_method": "fp8"}, {"layout": "fp8", "group_size": 0, "block_rows": 0}),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, {"layout": "fp8", "group_size": 0, "block_rows": 0}),
+        ({"quant_method": "fp8"}, {"layout": "fp8", "group_size": 0, "block_rows": 0, **rounding("dynamic")}),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, rounding("static")),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+            {"layout": "fp8", "group_size": 0, "block_rows": 0, **rounding("static")},
+        ),
+        *[
+            (compressed("float-quantized", E4M3 | given, num_bits=8, type="float"), rounding(*expected))
+            for given, expected in (
+                ({"dynamic": True, "strategy": "token"}, ("dynamic",)),
+                ({"dynamic": True, "strategy": "tensor"}, ("dynamic",)),
+                ({"dynamic": True, "strategy": "group", "group_size": 128}, ("dynamic", 128)),
+                ({"dynamic": False, "strategy": "tensor"}, ("static",)),
+                ({"dynamic": False, "strategy": "channel"}, ("",)),
+                ({"dynamic": True, "num_bits": 16}, ("",)),
+            )
+        ],
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {"layout": "modelopt-nvfp4", "kind": "fp4"}),
         (
             compressed("pack-quantized", num_bits=4, group_size=128, actorder="group"),

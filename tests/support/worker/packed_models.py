@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import torch
 from dense_attention import DenseBackend
 from model_steps import Rows
@@ -20,15 +21,25 @@ _LENGTHS = [21, 1, 6]
 
 
 def build_packed(
-    source: Path, parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    source: Path,
+    parallel: ThreadRank | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    *,
+    rounds: bool = False,
 ) -> Decoder:
-    """Build the model of a folder or GGUF file, without its weights."""
+    """Build the model of a folder or GGUF file, without its weights. ``rounds``: as its format rounds activations."""
     config = with_stored_format(source, stored_tensors(source), load_model_config(source))
+    if config.weight_format is not None and not rounds:
+        form = msgspec.structs.replace(config.weight_format, int8_activations=False, fp8_activations="")
+        config = msgspec.structs.replace(config, weight_format=form)
     return build_model(config, dtype, device, parallel=parallel)
 
 
-def load_packed(source: Path, parallel: ThreadRank | None = None, device: str = "cpu") -> Decoder:
-    model = build_packed(source, parallel, device=device)
+def load_packed(
+    source: Path, parallel: ThreadRank | None = None, device: str = "cpu", *, rounds: bool = False
+) -> Decoder:
+    model = build_packed(source, parallel, device=device, rounds=rounds)
     load_weights(model, source, torch.float32, progress=False)
     model.prepack()
     return model

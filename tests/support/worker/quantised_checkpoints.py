@@ -81,6 +81,7 @@ def compressed(layout: str, *, activations: dict[str, Any] | None = None, **weig
     config = {
         "quant_method": "compressed-tensors",
         "format": layout,
+        "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
@@ -141,7 +142,8 @@ def fp8(block: list[int] | None) -> Format:
             return {"weight": codes, "weight_scale_inv": scale}, value
         return {"weight": codes, "weight_scale": scale.squeeze(), "input_scale": torch.tensor(0.5)}, value
 
-    return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}, pack
+    scheme = "dynamic" if block else "static"
+    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}, pack
 
 
 def _random_integers(
@@ -279,6 +281,9 @@ FORMATS: dict[str, Callable[[], Format]] = {
     "w8a8": lambda: compressed("int-quantized", num_bits=8, strategy="channel", activations=TOKEN_INT8),
     "fp8-tensor": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
     "fp8-channel": lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "fp8-token": lambda: compressed(
+        "float-quantized", num_bits=8, type="float", strategy="channel", activations=TOKEN_INT8 | {"type": "float"}
+    ),
     "fp8-small-blocks": lambda: compressed(
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]
     ),

@@ -10,6 +10,7 @@ from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.formats.words import (
     enclosing,
     input_groups_slot,
+    input_scale_slot,
     scale_slot,
     unpack_words,
     words_as_codes,
@@ -64,6 +65,8 @@ def read_plain_codes(linear: QuantisedLinear, cut: Cut, held: slice) -> dict[str
     }
     name = "weight_scale_inv" if form.layout == "fp8" and form.group_size else "weight_scale"
     slots[name] = scale_slot(linear, cut, held, block_rows=form.block_rows)
+    if linear.input_scale is not None:
+        slots["input_scale"] = input_scale_slot(linear, linear.input_scale.data)
     if linear.zeros is not None:
         zeros = linear.zeros.data[held]
         shape = (cut.total_rows, linear.total_groups) if form.block_rows else (1,)

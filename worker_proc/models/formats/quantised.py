@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from quire.kernels.common.scaled_linear import PackedWeight, scaled_linear
+from quire.kernels.common.scaled_linear import PackedWeight, round_to_fp8, scaled_linear
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
 from quire.kernels.cpu.codes_linear import CodesLinear
 from quire.kernels.cpu.fp8_linear import Fp8Linear
@@ -72,11 +72,18 @@ class QuantisedLinear(Linear):
         self.scales = empty(outputs, held, dtype=getattr(torch, form.scale_dtype))
         self.zeros = empty(outputs, held, dtype=torch.int8) if form.zero_points else None
         self.row_scales = empty(outputs, dtype=torch.float32) if form.kind == "fp4" else None
+        is_static = form.fp8_activations == "static"
+        self.input_scale = torch.nn.Parameter(torch.zeros(1, device=device), requires_grad=False) if is_static else None
         self.input_groups: torch.nn.Parameter | None = None
         if form.act_order or (held > 1 and (columns.start % size or columns.stop % size)):
             self.input_groups = empty(inputs, dtype=torch.int32)
             at = torch.arange(columns.start, columns.stop, device=device) // size
             self.input_groups.data.copy_(at - self.groups.start)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.form.fp8_activations:
+            x = round_to_fp8(x, self.form.activation_group, self.input_scale)
+        return super().__call__(x)
 
     def projection_slots(self, cut: Cut, held: slice) -> dict[str, WeightSlot]:
         return self._read(self, cut, held)

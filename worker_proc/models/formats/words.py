@@ -60,6 +60,11 @@ def scale_slot(
     return _scales(target, shape, part, put, int(transposed), linear)
 
 
+def input_scale_slot(linear: QuantisedLinear, target: torch.Tensor) -> WeightSlot:
+    """Return the slot of the scale of activations; fused projections share the largest."""
+    return _scales(target, (1,), (), lambda stored: target.clamp_(min=float(stored)), None, linear)
+
+
 def _scales(
     target: torch.Tensor,
     shape: tuple[int, ...],

@@ -57,3 +57,14 @@ def test_equals_reference(
     )
     rtol, atol = TOLERANCES[dtype]
     torch.testing.assert_close(result, expected, rtol=rtol, atol=atol * float(expected.abs().mean()))
+
+
+def test_the_inputs_of_both_products_are_rounded(device: torch.device) -> None:
+    """Twice the inputs of the second product are twice the result."""
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 64, generator=rng).to(device)
+    ids, weights = route(torch.randn(3, 2, generator=rng).to(device), 1)
+    w13 = random_weight("fp8", 2 * 2 * 32, 64, 64, rng, device)
+    w2 = random_weight("fp8", 2 * 64, 32, 32, rng, device)
+    twice = fused_experts_packed(x, w13, w2, ids, weights, round_inputs=lambda part: 2 * part)
+    torch.testing.assert_close(twice, 2 * fused_experts_packed(2 * x, w13, w2, ids, weights))
