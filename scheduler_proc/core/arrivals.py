@@ -59,6 +59,12 @@ class Arrivals:
         self._adapters = adapters
         self._programs = programs
 
+    def follow(self, request: Request) -> None:
+        """Report blocks that the request fills, and its outputs."""
+        if self._hooks is not NO_HOOKS:
+            request.tokens.follow(partial(self._hooks.block_filled, request.handle))
+        self._results.outputs.set_owner(request.handle, request.client)
+
     def add(self, event: ArrivalFields, client: int, make: Callable[[], Request]) -> None:
         """Accept a request, or reply with a rejection.
 
@@ -73,9 +79,7 @@ class Arrivals:
             self.replies.append((client, refusal.message(event.request_id)))
             return
         self._table.add(request)
-        if self._hooks is not NO_HOOKS:
-            request.tokens.follow(partial(self._hooks.block_filled, request.handle))
-        self._results.outputs.set_owner(request.handle, client)
+        self.follow(request)
         self._stats.prompt_tokens += request.num_prompt_tokens
         if request.needs_no_more_steps:  # a resubmission with all of its output
             self._results.finish(request, EndReason.LENGTH)

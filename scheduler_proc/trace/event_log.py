@@ -7,6 +7,7 @@ recording a step is one append. The newest records are kept in a ring.
 import enum
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
+from quire.scheduler_proc.trace.snapshot import take
 
 
 class RecordKind(enum.IntEnum):
@@ -31,6 +33,7 @@ class RecordKind(enum.IntEnum):
     * BUDGET_HALVED: the token budget of steps was halved.
     * KEYFRAME: the state of the Scheduler while it was idle.
     * NEW_WORKERS: running requests restarted on new workers.
+    * SNAPSHOT: the state of the Scheduler at any other moment; a keyframe too.
     """
 
     CONSUMED = 1
@@ -41,6 +44,10 @@ class RecordKind(enum.IntEnum):
     BUDGET_HALVED = 6
     KEYFRAME = 7
     NEW_WORKERS = 8
+    SNAPSHOT = 9
+
+
+KEYFRAMES = (RecordKind.KEYFRAME, RecordKind.SNAPSHOT)
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -48,6 +55,8 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     now: float
     client: int = 0
     frames: tuple[bytes, ...] = ()
+    live: tuple[Any, ...] = ()
+    """Objects to which a snapshot refers; not in the ring's bytes, because most of them are also the requests'."""
 
 
 RECORD_BYTES = 88
@@ -56,7 +65,9 @@ FRAME_BYTES = 72
 
 
 KEYFRAMES_PER_RING = 4
-"""Most keyframes in the ring: each is at most 1/4 of it, and at least 1/4 is recorded between two."""
+"""Most keyframes in the ring: each is at most 1/4 of it, and at least 1/4 is recorded between two.
+
+Under load one is taken only after half of a ring: the oldest records that a dump cannot replay are less than that."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
@@ -95,8 +106,8 @@ class EventLog:
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
         self._records: deque[Record] = deque()
-        self._appended = self._dropped_bytes = self._at_keyframe = 0
-        """Bytes appended since the start, bytes dropped, and bytes appended before the last keyframe."""
+        self._appended = self._dropped_bytes = self._at_keyframe = self._at_snapshot = 0
+        """Bytes appended since the start, bytes dropped, and bytes appended before the last keyframe, or try of one."""
         self._max_bytes = max_bytes
         self.dropped = 0
 
@@ -126,22 +137,36 @@ class EventLog:
 
     def keyframe(self, now: float, state: IdleState) -> None:
         """Record the state of an idle Scheduler, unless it is so large that a few would fill the ring."""
-        data = encode_state(state)
-        if len(data) * KEYFRAMES_PER_RING <= self._max_bytes:
-            self._append(Record(RecordKind.KEYFRAME, now, 0, (data,)))
+        self._keyframe(Record(RecordKind.KEYFRAME, now, 0, (encode_state(state),)))
         self._at_keyframe = self._appended
+
+    @property
+    def is_snapshot_due(self) -> bool:
+        """Whether so much was recorded since the last keyframe that one is needed under load."""
+        return (self._appended - max(self._at_keyframe, self._at_snapshot)) * 2 >= self._max_bytes
+
+    def snapshot(self, now: float, scheduler: Scheduler) -> None:
+        """Record the state of a Scheduler at any moment, unless it is too large. O(blocks + requests)."""
+        state, live = take(scheduler)
+        self._keyframe(Record(RecordKind.SNAPSHOT, now, 0, (msgspec.msgpack.encode(state),), tuple(live)))
+        self._at_snapshot = self._appended
+
+    def _keyframe(self, record: Record) -> None:
+        if len(record.frames[0]) * KEYFRAMES_PER_RING <= self._max_bytes:
+            self._append(record)
+            self._at_keyframe = self._appended
 
     @property
     def complete(self) -> bool:
         """Whether ``readable`` starts at the start of the run or at a keyframe."""
-        return self.dropped == 0 or any(record.kind == RecordKind.KEYFRAME for record in self._records)
+        return self.dropped == 0 or any(record.kind in KEYFRAMES for record in self._records)
 
     def readable(self) -> list[Record]:
         """Return the records from the first at which a replay can start, or all records."""
         records = list(self._records)
         if self.dropped == 0:
             return records
-        first = (at for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME)
+        first = (at for at, record in enumerate(records) if record.kind in KEYFRAMES)
         return records[next(first, 0) :]
 
     def __iter__(self) -> Iterator[Record]:

@@ -159,6 +159,8 @@ class Journal:
             self.log.produced(now, frames)
         if self._recorder is not None:
             self._recorder.decided(now, step)
+        if self.log.is_snapshot_due and self._scheduler is not None:
+            self.log.snapshot(now, self._scheduler)
 
     def note(self, decisions: list[Decision]) -> None:
         """Record and log why requests wait, were preempted, or lost cached contents."""

@@ -24,6 +24,7 @@ from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.keyframe import IdleState
+from quire.scheduler_proc.trace.snapshot import Snapshot
 
 FORMAT = "quire-trace"
 VERSION = 3
@@ -78,10 +79,14 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
 
 
 class Keyframe(Line, frozen=True, kw_only=True, tag="keyframe"):
-    """The start of an incomplete trace; occurs nowhere else. Hashes in ``state`` are cut."""
+    """The start of an incomplete trace; occurs nowhere else. Its hashes are cut.
+
+    It has one of two: ``state``, that of an idle scheduler, or ``snapshot``, that of any other one.
+    """
 
     now: float
-    state: IdleState
+    state: IdleState | None = None
+    snapshot: Snapshot | None = None
 
 
 class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):

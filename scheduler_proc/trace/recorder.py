@@ -10,9 +10,10 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
-from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
+from quire.scheduler_proc.trace.event_log import KEYFRAMES, Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, restore
 from quire.scheduler_proc.trace.lines import Line
+from quire.scheduler_proc.trace.snapshot import continue_from, decode_snapshot
 from quire.scheduler_proc.trace.translate import (
     Counts,
     arrival_line,
@@ -22,6 +23,7 @@ from quire.scheduler_proc.trace.translate import (
     keyframe_line,
     lengths_of,
     result_line,
+    snapshot_keyframe,
     snapshot_line,
     step_line,
     tick_line,
@@ -60,7 +62,7 @@ class TraceRecorder:
     ) -> None:
         """
         Args:
-            scheduler: an unused scheduler, with ``decision_log`` as its hooks.
+            scheduler: an unused scheduler, or one restored from a keyframe, with ``decision_log`` as its hooks.
             prompts: whether arrivals have their token ids.
         """
         self._scheduler = scheduler
@@ -69,7 +71,7 @@ class TraceRecorder:
         self._prompts = prompts
         self._log = decision_log
         self._reasons: list[Decision] = []
-        self._last_number = 0
+        self._last_number = scheduler.table.last_number
         self._snapshot: Counts = (-1, -1, -1, -1, [], {})
         self._last_snapshot = self._snapshot
 
@@ -160,7 +162,7 @@ class TraceRecorder:
 
 
 def begins_at_keyframe(records: Sequence[Record]) -> bool:
-    return bool(records) and records[0].kind == RecordKind.KEYFRAME
+    return bool(records) and records[0].kind in KEYFRAMES
 
 
 def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> Iterator[Line]:
@@ -181,6 +183,10 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
                 state = decode_state(record.frames[0])
                 restore(scheduler, state)
                 lines.append(keyframe_line(record.now, state, header))
+            case RecordKind.SNAPSHOT if index == 0:
+                continue_from(scheduler, decode_snapshot(record.frames[0]), record.live)
+                recorder = TraceRecorder(scheduler, decision_log, make_immediately(lines.append), prompts=prompts)
+                lines.append(snapshot_keyframe(record.now, scheduler, header))
             case RecordKind.CONSUMED:
                 event = codec.decode(record.frames).message
                 scheduler.consume(event, record.client)

@@ -1,7 +1,7 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
+from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.tiers import Tier
 from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
@@ -40,6 +41,7 @@ from quire.scheduler_proc.trace.lines import (
     Tick,
     WorkerEpoch,
 )
+from quire.scheduler_proc.trace.snapshot import Node, PoolState, take
 
 Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]], dict[str, tuple[int, int, int]]]
 """Running requests, waiting requests, free blocks, cached blocks, (job id, blocks) of each pin, and ``tier_blocks``."""
@@ -78,6 +80,36 @@ def keyframe_line(now: float, state: IdleState, header: TraceHeader) -> Keyframe
         places = [(number, without_folder(ref), slot, last) for number, ref, slot, last in known.places]
         state = msgspec.structs.replace(state, adapters=msgspec.structs.replace(known, places=places))
     return Keyframe(now=now, state=state)
+
+
+def snapshot_keyframe(now: float, scheduler: Scheduler, header: TraceHeader) -> Keyframe:
+    hash_bytes, digests = KEY_BYTES[header.config.prefix_caching_hash_algo], scheduler.adapters.slots.known
+
+    def short(key: bytes) -> bytes:
+        return key if key in digests else key[:HASH_BYTES] + key[hash_bytes:]
+
+    def public(each: Any) -> Any:
+        if isinstance(each, AdapterRef):
+            return without_folder(each)
+        return scheduling_params(each) if isinstance(each, SamplingParams) else each
+
+    state, _ = take(scheduler, public)
+    names = [name for name, _ in state.kinds]
+    nodes = [
+        Node(node.kind, node.values, [short(key) for key in node.data])
+        if node.data and names[node.kind] != "ndarray"
+        else node
+        for node in state.nodes
+    ]
+    pools = [
+        PoolState(
+            pool.holders,
+            [None if key is None else short(key) for key in pool.keys],
+            [(block, short(key)) for block, key in pool.duplicates],
+        )
+        for pool in state.pools
+    ]
+    return Keyframe(now=now, snapshot=msgspec.structs.replace(state, nodes=nodes, pools=pools))
 
 
 def public_config(config: EngineConfig) -> EngineConfig:

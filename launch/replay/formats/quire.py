@@ -101,7 +101,7 @@ def _notes(header: Header, outcomes: RequestOutcomes, lost: int, has_keyframe: b
     if header.config.num_speculative_tokens:
         notes.append(f"recorded with {header.config.num_speculative_tokens} draft tokens per step; simulated without")
     if has_keyframe:
-        notes.append("the trace begins in the middle of a run, at an idle scheduler: the simulated cache starts empty")
+        notes.append("the trace begins in the middle of a run: without the requests of then, and with an empty cache")
     elif not header.complete:
         notes.append("the trace begins in the middle of a run: requests that were running then have too short outputs")
     if lost:

@@ -60,7 +60,7 @@ def replay_trace(path: Path, *, lenient: bool = False, progress: Progress | None
         record.first_difference = msgspec.to_builtins(difference)
         record.notes.append(f"the figures end at the first difference: {difference}")
     if not header.complete:
-        record.notes.append("the trace begins in the middle of a run, at an idle scheduler")
+        record.notes.append("the trace begins in the middle of a run: requests that ran then count from there")
     record.notes += reader.notes
     record.notes += [f"compared up to {gap.file}:{gap.number}, where lines are missing" for gap in gaps]
     record.extra["lines"] = run.num_lines

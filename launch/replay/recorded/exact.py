@@ -20,6 +20,7 @@ from quire.launch.replay.recorded.difference import (
     is_quiet_line,
     kind_of,
 )
+from quire.launch.replay.recorded.keyframes import begin_at
 from quire.launch.replay.recorded.opaque_lines import opaque_request, opaque_result
 from quire.launch.replay.recorded.reader import TraceLine
 from quire.protocol.errors import ConfigError
@@ -28,7 +29,6 @@ from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.in_flight import WorkerFault
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
-from quire.scheduler_proc.trace.keyframe import restore
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
@@ -165,10 +165,10 @@ class _Replay:
         line = entry.line
         assert isinstance(line, Keyframe)
         try:
-            restore(self.scheduler, line.state)
+            begin_at(self.scheduler, line, None if self._observer is None else self._observer.arrived)
         except IMPOSSIBLE as error:
             return self._located(entry, Differs("state", "a valid state", str(error)))
-        self._step = line.state.step
+        self._step = self.scheduler.last_step
         self._changed(line.now)
         return None if entry.is_intact else _altered(entry, self._step)
 

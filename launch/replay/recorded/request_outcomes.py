@@ -90,8 +90,11 @@ class RequestOutcomes:
                 self._add_hashes(line.hashes)
                 self._add_pending()
                 self._sampling, self._stale_until = [], self._step
-            case Keyframe(state=state):
-                self._step, self._stale_until, self._sampling = state.step, state.stale_until, state.rows
+            case Keyframe(state=state, snapshot=snapshot):
+                if state is not None:
+                    self._step, self._stale_until, self._sampling = state.step, state.stale_until, state.rows
+                elif snapshot is not None:
+                    self._step = snapshot.step
             case Header(restarted=True):
                 self._restart()
             case Header() | StepSnapshot() | PrefixCacheEvent() | Lost() | End():

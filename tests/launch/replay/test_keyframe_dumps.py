@@ -29,7 +29,7 @@ def test_dump_replays_exactly(dump: Path) -> None:
     assert record.decisions_equal
     assert len(record.requests) == sum(isinstance(line, Arrival) for line in lines) > 20
     assert len(record.steps) == sum(isinstance(line, Result) for line in lines) > 50
-    assert any("idle scheduler" in note for note in record.notes)
+    assert any("middle of a run" in note for note in record.notes)
 
 
 def test_altered_keyframe_is_a_difference(dump: Path) -> None:
@@ -42,7 +42,7 @@ def test_altered_keyframe_is_a_difference(dump: Path) -> None:
 
 def test_workload_notes_missing_state(dump: Path) -> None:
     workload = load(dump, LoadOptions())
-    assert len(workload.calls) > 20 and any("idle scheduler" in note for note in workload.notes)
+    assert len(workload.calls) > 20 and any("empty cache" in note for note in workload.notes)
     assert not any("too short" in note for note in workload.notes)
 
 

@@ -335,12 +335,14 @@ def test_an_invalid_keyframe_is_reported_as_a_difference(fields: dict[str, Any])
 # ---- the loop
 
 
-@pytest.fixture
-def quick_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopUnderTest]:
+@pytest.fixture(params=[30_000])
+def quick_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[LoopUnderTest]:
     """Return a loop that is idle after 5 ms and has a small ring."""
     monkeypatch.setattr(scheduler_loop, "IDLE_MS", 5)
     monkeypatch.setattr(garbage_collection, "IDLE_SECONDS", 0.005)
-    monkeypatch.setattr(journal, "RING_BYTES", 30_000)
+    monkeypatch.setattr(journal, "RING_BYTES", request.param)
     with zmq.Context() as context:
         config = make_config(async_scheduling=True, crash_dump_dir=str(tmp_path / "dumps"))
         loop = LoopUnderTest(context, tmp_path, config)
@@ -366,4 +368,21 @@ def test_a_late_failure_leaves_a_dump_that_replays(quick_loop: LoopUnderTest, tm
     _, second, *lines = [entry.line for entry in TraceReader(path)]
     assert isinstance(second, Keyframe) and second.state.cached
     assert any(isinstance(line, PrefixCacheEvent) and line.local_hit_tokens for line in lines)
+    assert replay_lines(TraceReader(path), check=True) is None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quick_loop", [120_000], indirect=True)
+def test_a_failure_under_load_leaves_a_dump_that_replays(quick_loop: LoopUnderTest, tmp_path: Path) -> None:
+    loop = quick_loop
+    for index in range(60):
+        loop.client.send(make_request(f"r{index}", [index % 3, 1, 4, 1, 5], max_tokens=20 + index % 5))
+        if index > 3:  # the others still run
+            loop.until(lambda message: isinstance(message, StepOutputs) and bool(message.ended))
+    loop.child.put(Command("stop", text="the workers died too often"))
+    loop.join()
+    assert loop.log.dropped and not any(record.kind == RecordKind.KEYFRAME for record in loop.log)
+    (path,) = (tmp_path / "dumps").iterdir()
+    _, second, *lines = [entry.line for entry in TraceReader(path)]
+    assert isinstance(second, Keyframe) and second.snapshot is not None and len(lines) > 40
     assert replay_lines(TraceReader(path), check=True) is None

@@ -11,6 +11,7 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.keyframe import decode_state, idle_state, restore
+from quire.scheduler_proc.trace.snapshot import continue_from, decode_snapshot
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -57,6 +58,9 @@ def _replay_record(
             scheduler.halve_token_budget()
         case RecordKind.KEYFRAME if index == 0:
             restore(scheduler, decode_state(record.frames[0]))
+        case RecordKind.SNAPSHOT:
+            if index == 0:
+                continue_from(scheduler, decode_snapshot(record.frames[0]), record.live)
         case RecordKind.KEYFRAME:
             state = decode_state(record.frames[0])
             if idle_state(scheduler) != state:
