@@ -28,8 +28,9 @@ POLICIES = ["fcfs", "priority", "program", "continuum"]
 def random_run(seed: int) -> Driver:
     """Run a random load, with a snapshot amid it and another one later."""
     rng = random.Random(seed)
-    more = (program_settings, adapter_settings, lambda _: {"num_tenants": 3})[seed % 3](rng)
-    load = Load(rng, Driver(**{**random_settings(rng), "num_blocks": 60, **more}))
+    settings = random_settings(rng)
+    settings |= (program_settings, adapter_settings, lambda _: {"num_tenants": 3})[seed % 3](rng)
+    load = Load(rng, Driver(**settings))
     load.fixed_budget = True
     for _ in range(3):
         for _ in range(25):
