@@ -20,7 +20,7 @@ WALL_SECONDS = 8.0
 MAX_BYTES = 512 * 2**20
 """Limit of the helper's address space, in addition to what it has at start."""
 MAX_SHORT_BYTES = 64 * 2**10
-"""A conversation up to this size, without template variables of the client, never waits for a longer one."""
+"""A conversation up to this size never waits for a longer one."""
 
 
 class _Hello(msgspec.Struct, frozen=True):
@@ -50,7 +50,8 @@ class _Rendered(msgspec.Struct, frozen=True):
 
 
 class TemplateHelper:
-    """A checkpoint's template. Owns two helpers, one of them for long conversations. Thread-safe."""
+    """A checkpoint's template. Owns three helpers: for short conversations, for short ones with variables of the
+    client, which may make the template loop, and for long ones. Thread-safe."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], where: str, cpu_seconds: float = CPU_SECONDS
@@ -59,7 +60,7 @@ class TemplateHelper:
         check_template(source, where)
         self.source, self.where = source, where
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
-        self._short, self._long = (_Lane(hello, cpu_seconds) for _ in range(2))
+        self._lanes = self._short, self._varied, self._long = [_Lane(hello, cpu_seconds) for _ in range(3)]
 
     def render(
         self,
@@ -85,8 +86,9 @@ class TemplateHelper:
             text = msgspec.json.encode(question)
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("messages must be JSON values, and valid Unicode text", "messages") from None
-        is_short = len(text) <= MAX_SHORT_BYTES and not variables
-        rendered = msgspec.json.decode((self._short if is_short else self._long).ask(text), type=_Rendered)
+        short = self._varied if variables else self._short
+        lane = short if len(text) <= MAX_SHORT_BYTES else self._long
+        rendered = msgspec.json.decode(lane.ask(text), type=_Rendered)
         if rendered.too_long:
             raise RenderedTooLong("the conversation's text is too long")
         if rendered.refusal:
@@ -94,12 +96,12 @@ class TemplateHelper:
         return rendered.text
 
     def prepare(self) -> None:
-        """Start both helpers, so that the first conversation does not wait for one."""
-        for lane in (self._short, self._long):
+        """Start the helpers, so that the first conversation does not wait for one."""
+        for lane in self._lanes:
             lane.prepare()
 
     def close(self) -> None:
-        for lane in (self._short, self._long):
+        for lane in self._lanes:
             lane.close()
 
 
@@ -113,19 +115,16 @@ class _Lane:
 
     def ask(self, question: bytes) -> bytes:
         with self._lock:
-            for _ in range(2):
-                try:
-                    return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
-                except HelperStartError:
-                    raise EngineError("the chat template's helper process failed to start") from None
-                except HelperDied as error:
-                    died = error
-                    if died.was_starved or died.took_too_long:
-                        break
-                    # It crashed, or was killed or stopped, perhaps not because of these messages: retry once.
-        if died.was_starved or died.was_killed:
-            raise EngineError("the chat template's helper process was killed or did not get CPU time")
-        raise _refusal(died)
+            try:
+                return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
+            except HelperDied as died:  # not kept: a frame that holds its own exception is a cycle, and keeps the text
+                if died.was_starved or died.took_too_long:
+                    raise _refusal(died) from None
+            # It crashed, or was killed or stopped, perhaps not because of these messages: retry once.
+            try:
+                return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
+            except HelperDied as died:
+                raise _refusal(died) from None
 
     def prepare(self) -> None:
         with self._lock:
@@ -139,7 +138,11 @@ class _Lane:
             self._helper.close()
 
 
-def _refusal(died: HelperDied) -> InvalidRequest:
+def _refusal(died: HelperDied) -> EngineError | InvalidRequest:
+    if isinstance(died, HelperStartError):
+        return EngineError("the chat template's helper process failed to start")
+    if died.was_starved or died.was_killed:
+        return EngineError("the chat template's helper process was killed or did not get CPU time")
     how = "in time" if died.took_too_long else "in bounded memory"
     return InvalidRequest(f"the model's chat template cannot render these messages {how}", "messages")
 

@@ -11,9 +11,9 @@ from front_end import EndlessEngine
 from tokenizers import Tokenizer, models
 
 from quire.launch.http.app import make_app
-from quire.launch.http.serving.lanes import MAX_LONG_CHARS, NUM_HUGE_TEXTS, NUM_LONG_TEXTS, TextLanes
+from quire.launch.http.serving.lanes import MAX_LONG_CHARS, NUM_HUGE_TEXTS, NUM_LONG_TEXTS, ConversationLanes, TextLanes
 from quire.launch.http.serving.server import ServerSettings
-from quire.launch.text.text_in import LONG_TEXT_CHARS, TextIn
+from quire.launch.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 WAIT_S = 30.0
 HUGE = MAX_LONG_CHARS + 1
@@ -108,3 +108,17 @@ def in_lanes(
 
     asyncio.run(run())
     return names
+
+
+def test_long_conversations_do_not_delay_short_ones_with_template_variables() -> None:
+    lanes, unblock = ConversationLanes(TextIn()), threading.Event()
+
+    async def run() -> list[str]:
+        options = (ChatOptions(), ChatOptions(variables={"x": 1}))
+        long = [asyncio.ensure_future(lanes.run(2**20, each, lambda: unblock.wait())) for each in options * 6]
+        ended = [await lanes.run(100, each, lambda: "short") for each in options]
+        unblock.set()
+        await asyncio.gather(*long)
+        return ended
+
+    assert asyncio.run(run()) == ["short", "short"]

@@ -141,8 +141,11 @@ def test_long_conversation_does_not_delay_a_short_one(one_helper: TemplateHelper
     """Conversations with variables or long texts have another helper than plain short ones."""
     short_ones = helper_processes(one_helper)
     short_ones[1].send_signal(signal.SIGSTOP)
+    own = {process.pid for process in engine_processes(HELPER)}
     assert render(one_helper, variables={"x": 1}) == "hello"
     assert render(one_helper, "x" * 100_000, max_chars=100_000) == "x" * 100_000
+    new = [each for each in engine_processes(HELPER) if each.pid not in own and each.ppid() == os.getpid()]
+    assert len(new) == 2, "a long conversation does not delay a short one with variables either"
     short_ones[1].send_signal(signal.SIGCONT)
     assert render(one_helper) == "hello"
 

@@ -44,15 +44,18 @@ class TextLanes:
 
 
 class ConversationLanes:
-    """One thread for short conversations, and a pool for the others, which wait only for each other."""
+    """One thread for short conversations, one for those with template variables, and a pool for the others. Each waits
+    only for those of its kind, as for the template's helpers."""
 
     def __init__(self, text_in: TextIn) -> None:
         """Start ``text_in.prepare`` in a thread."""
         self._short = ThreadPoolExecutor(1, "conversations")
+        self._varied = ThreadPoolExecutor(1, "conversations with variables")
         self._long = ThreadPoolExecutor(NUM_LONG, "long conversations")
         self._long.submit(text_in.prepare)
 
     async def run(self, num_bytes: int, options: ChatOptions, work: Callable[[], T]) -> T:
         """Return ``work()``. ``num_bytes``: size of the request body that holds the conversation."""
-        is_short = num_bytes <= MAX_SHORT_BYTES and not options.variables
-        return await asyncio.get_running_loop().run_in_executor(self._short if is_short else self._long, work)
+        short = self._varied if options.variables else self._short
+        lane = short if num_bytes <= MAX_SHORT_BYTES else self._long
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
