@@ -20,10 +20,11 @@ GROWTH = 1.1
 """Size for which room is kept, by the size of the context now: contexts grow with each turn."""
 FIRST_PATIENCE_S = 200.0
 """Seconds after which the first turn of a program is scheduled before all others."""
-PATIENCE_S = 600.0
-"""Seconds after which any turn may be scheduled before all others, if ADMISSIONS_BETWEEN have been before it."""
-ADMISSIONS_BETWEEN = 20
-"""Admissions between two turns that are scheduled first because they have waited for PATIENCE_S."""
+PATIENCE_S, PATIENCE_WAITS = 300.0, 2.5
+"""Any other turn is scheduled before all others after these seconds, and this many times the mean wait. Not all turns
+can wait for a multiple of the mean: the rule limits itself, and leaves the order as it is while all wait."""
+WAIT_SHARE = 1 / 128
+"""Weight of the newest turn in the mean wait."""
 IDLE_QUANTILE, IDLE_FACTOR = 0.95, 1.5
 """An admitted program may pause for this many times the quantile of pauses before another one takes its place."""
 MIN_IDLE_S, MAX_IDLE_S = 10.0, 600.0
@@ -45,18 +46,18 @@ class LimitState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         pauses: as of ``PauseCounts.state``.
-        max_others, recomputed, num_missed, window_began: see ``ProgramLimit``.
+        wait, max_others, recomputed, num_missed, window_began: see ``ProgramLimit``.
         admitted: (number, blocks for which it counts) of each admitted program.
     """
 
     pauses: list[int]
     admitted: list[tuple[int, int]] = []
-    num_admissions: int = 0
     idle_checked: float = 0.0
     max_others: int = 0
     recomputed: float = 0.0
     num_missed: int = 0
     window_began: int = 0
+    wait: float = 0.0
 
 
 class Cache(Protocol):
@@ -87,14 +88,15 @@ class ProgramLimit:
     grows while they recompute few. Long contexts are then kept, and short ones do not stop others from running.
 
     A program that has paused for longer than most pauses last makes room for others that wait. No turn waits for ever:
-    a first turn is *overdue*, and scheduled first, after FIRST_PATIENCE_S; another one after PATIENCE_S, but at most
-    one in ADMISSIONS_BETWEEN, because each evicts contexts that others need.
+    a first turn is *overdue*, and scheduled first, after FIRST_PATIENCE_S; another one after PATIENCE_S and a
+    multiple of ``wait``, because each evicts contexts that others need.
 
     Invariants (``check``): ``size`` is the number of blocks of the admitted programs; a candidate is not admitted and
     has requests.
 
     Attributes:
         size: blocks for which the admitted programs count.
+        wait: mean seconds from the arrival of recent turns to their first admission.
         max_others: requests of other programs that may run at the cost of pins, from 1 to the rows of a step.
         recomputed: share of the budget of recent steps for tokens that the turn before had, and the cache has lost.
         num_released: number of released programs by reason.
@@ -133,10 +135,9 @@ class ProgramLimit:
         self._others: dict[int, Request] = {}
         """Running requests that may be of programs that are not admitted."""
         self._pauses = PauseCounts()
-        self._num_admissions = 0
-        self._idle_checked = 0.0
-        self._known: dict[int, int] = {}
-        """By handle of a later turn that was not admitted yet: tokens of the context before it."""
+        self._now = self._idle_checked = self.wait = 0.0
+        self._new: dict[int, tuple[float, int]] = {}
+        """By handle of a request that was not admitted yet: its arrival, and the tokens of the context before it."""
         self._num_missed = self._window_began = 0
         self.max_others, self.recomputed = config.max_num_seqs, 0.0
         self.size = 0
@@ -178,11 +179,10 @@ class ProgramLimit:
 
     def waits(self, request: Request, now: float) -> None:
         """Note that a request was accepted."""
-        program = request.program
-        line = self._turns if program is not None and program.num_turns else self._first_turns
-        line[request.handle] = now, request
-        if program is not None and program.num_turns:
-            self._known[request.handle] = program.num_tokens
+        program, self._now = request.program, now
+        is_later = program is not None and program.num_turns > 0
+        (self._turns if is_later else self._first_turns)[request.handle] = now, request
+        self._new[request.handle] = now, program.num_tokens if program is not None and is_later else 0
 
     def arrived(self, program: Program, pause: float) -> None:
         """Consider the program of a request that was accepted. ``pause``: since its last turn; negative without one."""
@@ -197,9 +197,9 @@ class ProgramLimit:
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         """Note that a request runs now, with this many tokens from the prefix cache."""
-        self._num_admissions += 1
-        known = min(self._known.pop(request.handle, 0), request.num_tokens)
-        self._num_missed += max(known - num_hit_tokens, 0)
+        if (new := self._new.pop(request.handle, None)) is not None:
+            self.wait += WAIT_SHARE * (self._now - new[0] - self.wait)
+            self._num_missed += max(min(new[1], request.num_tokens) - num_hit_tokens, 0)
         self._adapt()
         is_beam = request.leader is not None and request.leader is not request  # its ending is not reported
         if not is_beam and (request.program is None or not request.program.is_admitted):
@@ -219,7 +219,7 @@ class ProgramLimit:
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
-        self._known.pop(request.handle, None)
+        self._new.pop(request.handle, None)
         for line in (self._first_turns, self._turns, self._others):
             line.pop(request.handle, None)
 
@@ -236,6 +236,7 @@ class ProgramLimit:
 
     def clock(self, now: float) -> None:
         """Find turns that have waited, and programs that have paused, for too long."""
+        self._now = now
         while len(self._waiting) and (overdue := self._overdue(now)) is not None:
             overdue.is_overdue = True
             self._waiting.rerank(overdue)
@@ -251,10 +252,7 @@ class ProgramLimit:
     def _overdue(self, now: float) -> Request | None:
         """Return a waiting request to schedule first, and forget its arrival; or None."""
         overdue = _pop_waiting(self._first_turns, now - FIRST_PATIENCE_S, self._waiting)
-        if overdue is None and self._num_admissions >= ADMISSIONS_BETWEEN:
-            overdue = _pop_waiting(self._turns, now - PATIENCE_S, self._waiting)
-            self._num_admissions = self._num_admissions if overdue is None else 0
-        return overdue
+        return overdue or _pop_waiting(self._turns, now - PATIENCE_S - PATIENCE_WAITS * self.wait, self._waiting)
 
     # ---- admitted programs
 
@@ -323,12 +321,12 @@ class ProgramLimit:
         return LimitState(
             self._pauses.state,
             sorted(self._sizes.items()),
-            self._num_admissions,
             self._idle_checked,
             self.max_others,
             self.recomputed,
             self._num_missed,
             self._window_began,
+            self.wait,
         )
 
     def restore(self, state: LimitState, programs: Mapping[int, Program]) -> None:
@@ -338,7 +336,7 @@ class ProgramLimit:
             ValueError: the state is invalid.
         """
         self._pauses.restore(state.pauses)
-        self._num_admissions, self._idle_checked = state.num_admissions, state.idle_checked
+        self.wait, self._idle_checked = state.wait, state.idle_checked
         self.max_others, self.recomputed = state.max_others, state.recomputed
         self._num_missed, self._window_began = state.num_missed, state.window_began
         if strangers := [number for number, _ in state.admitted if number not in programs]:

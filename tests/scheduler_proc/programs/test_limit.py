@@ -7,7 +7,7 @@ import pytest
 from scheduler_driver import Driver
 
 from quire.protocol.wire.front_end_messages import EndReason, ProgramCounts
-from quire.scheduler_proc.programs.limit import ADMISSIONS_BETWEEN, FIRST_PATIENCE_S, MAX_IDLE_S, PATIENCE_S
+from quire.scheduler_proc.programs.limit import FIRST_PATIENCE_S, MAX_IDLE_S, PATIENCE_S, PATIENCE_WAITS, WAIT_SHARE
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.requests.reasons import WaitReason
 
@@ -125,18 +125,28 @@ def test_requests_of_no_program_and_preempted_ones_do_not_wait_for_ever_beside_a
     agents.scheduler.check()
 
 
-def test_later_turns_that_have_waited_for_long_come_first_once_in_a_while() -> None:
+@pytest.mark.parametrize("wait", [0.0, 100.0])
+def test_later_turns_come_first_after_a_multiple_of_the_mean_wait(wait: float) -> None:
     agents = Agents(max_num_seqs=1)
     for job in ("first", "second", "third"):
         agents.turn(job)
-    for _ in range(ADMISSIONS_BETWEEN):
-        agents.turn("first")
+    limit = agents.scheduler.programs.limit
+    assert limit is not None and limit.wait == 0.0
+    limit.wait = wait
     running = agents.turn("first", run=False, max_tokens=20)
     agents.step()
-    late = [agents.turn("third", 40, run=False), agents.turn("third", 44, run=False)]
-    agents.at(PATIENCE_S)
+    limit.wait = wait
+    late = agents.turn("third", 40, run=False)
+    agents.at(PATIENCE_S + PATIENCE_WAITS * wait - 1.0)
+    assert not agents.request(late).is_overdue
+    agents.at(agents.now + 1.0)
+    assert agents.request(late).is_overdue
     others = [agents.turn("second", run=False) for _ in range(3)]
-    assert agents.order(running, *late, *others) == [running, late[0], *others, late[1]]
+    assert agents.order(running, late, *others) == [running, late, *others]
+    waits = [agents.now, 0.0, 0.0, 0.0]
+    for each in waits:
+        wait += WAIT_SHARE * (each - wait)
+    assert limit.wait == pytest.approx(wait)
 
 
 def test_a_program_that_pauses_for_long_makes_room_only_if_another_one_waits() -> None:
