@@ -164,7 +164,7 @@ def _run(
         seconds, engines = time.monotonic() - started, ""
         if isinstance(processes, Fleet):
             for slot in processes.slots:
-                write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_detail)}")
+                write_line(f"engine {slot.number}: {slot.detail or _kv_cache_line(config, slot.ready_report.detail)}")
             engines = f", {counted(len(processes.slots), 'engine')}"
         else:
             write_line(_kv_cache_line(config, processes.policy.ready_report.detail))

@@ -95,8 +95,7 @@ class Engines:
             slot.state = "starting"
 
     def ready(self, slot: EngineSlot, report: Report, now: float) -> None:
-        slot.block_size = int(report.detail.get("block_size", 0))
-        slot.ready_detail, slot.device = report.detail, report.text
+        slot.ready_report = report
         if slot.state != "starting":
             return  # its workers were replaced
         slot.has_settled = self._has_served = True

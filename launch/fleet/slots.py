@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.launch.supervision.members import Member
+from quire.protocol.process.child import Report
 from quire.protocol.routing import EnginePlace, PlaceState
 
 Goal = Literal["serve", "drain", "restart", "remove"]
@@ -22,7 +23,7 @@ class EngineSlot:
         drained: the front ends that have no request on it.
         num_failures: ends in a row after it had not served for long.
         serving_since: when the present process began to serve.
-        ready_detail: what it reported when it was ready.
+        ready_report: its last report that it is ready.
         has_settled: it has served, or its first start has failed.
     """
 
@@ -38,10 +39,8 @@ class EngineSlot:
     serving_since: float | None = None
     has_settled: bool = False
     incarnation: int = 1
-    block_size: int = 0
     detail: str = ""
-    device: str = ""
-    ready_detail: dict[str, float] = field(default_factory=dict)
+    ready_report: Report = field(default_factory=lambda: Report("ready"))
 
     def place(self, root: str) -> EnginePlace:
         """Return what is sent to front ends and the router. ``root``: the fleet's directory."""
@@ -50,10 +49,10 @@ class EngineSlot:
             f"{root}/{directory_name(self.number, self.num_starts)}" if self.member is not None else "",
             self.incarnation,
             self.state,
-            self.block_size,
+            int(self.ready_report.detail.get("block_size", 0)),
             self.num_starts,
             self.detail,
-            self.device,
+            self.ready_report.text,
         )
 
     def check(self) -> None:

@@ -208,11 +208,6 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
         number = values["data_parallel_size"]
         raise ConfigError(f"--set data_parallel_size must be between 1 and {MAX_ENGINES} (got {number})")
     _drop_other_sizes(values, wanted)
-    _check_paces(values)
-    return values
-
-
-def _check_paces(values: Mapping[str, Any]) -> None:
     paces, hiccups = values.get("engine_paces", []), values.get("hiccups_per_minute", 0.0)
     if not all(0.01 <= pace <= 100 for pace in paces):
         raise ConfigError(f"--set engine_paces must be numbers from 0.01 to 100, as in 1,2.6 (got {paces})")
@@ -220,8 +215,9 @@ def _check_paces(values: Mapping[str, Any]) -> None:
         raise ConfigError(f"--set hiccups_per_minute must be between 0 and 60 (got {hiccups})")
     if (paces or hiccups) and values.get("enable_expert_parallel"):
         raise ConfigError(
-            "--set enable_expert_parallel: engines step together: remove engine_paces and hiccups_per_minute"
+            "--set enable_expert_parallel: engines step together: remove engine_paces, hiccups_per_minute"
         )
+    return values
 
 
 def _preset(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def balance(seed: int, per_engine: int, *, paces: int, ratio: float = 1.0001) ->
     """
     rng = random.Random(seed)
     engines, source = rng.randrange(2, 9), rng.choice(("open", "concurrency"))
-    gap, now, calls = rng.uniform(0.25, 0.6) / engines, 0.0, []
+    gap, now, calls = 3 * rng.uniform(0.25, 0.6) / engines, 0.0, []
     for number in range(engines * per_engine):
         now += rng.expovariate(1 / gap)
         calls.append(Call(number, f"{number}", now, rng.randrange(16, 1000), rng.randrange(1, 60)))
@@ -98,7 +98,7 @@ def balance(seed: int, per_engine: int, *, paces: int, ratio: float = 1.0001) ->
         500,
         num_engines=engines,
         routing=rng.choice(("cache", "least-load")),
-        engine_paces=[ratio**device for device in range(paces)],
+        engine_paces=[3 * ratio**device for device in range(paces)],
         hiccups_per_minute=rng.uniform(0.2, 2.0),
     )
     calls_of = OpenLoop(calls) if source == "open" else Concurrency(calls, 6 * engines)
@@ -106,14 +106,14 @@ def balance(seed: int, per_engine: int, *, paces: int, ratio: float = 1.0001) ->
     return figures["busiest_over_mean"], [each["computed_tokens"] for each in figures["each"]]
 
 
-RUNS = [(43, 100, 1), (46, 100, 2), pytest.param(3, 100, 8, marks=pytest.mark.full)]
-SLOW_RUNS = [pytest.param(seed, 200, 1, marks=pytest.mark.slow) for seed in range(200)]
+RUNS = [(43, 1), (46, 2), pytest.param(3, 8, marks=pytest.mark.full)]
+SLOW_RUNS = [pytest.param(seed, 1, marks=pytest.mark.slow) for seed in range(200)]
 
 
-@pytest.mark.parametrize(("seed", "per_engine", "paces"), [*RUNS, *SLOW_RUNS])
-def test_engines_with_hiccups_get_equal_work(seed: int, per_engine: int, paces: int) -> None:
+@pytest.mark.parametrize(("seed", "paces"), [*RUNS, *SLOW_RUNS])
+def test_engines_with_hiccups_get_equal_work(seed: int, paces: int) -> None:
     """Also those on devices with other names that are nearly as fast: a hiccup does not make a device slower."""
-    busiest, tokens = balance(seed, per_engine, paces=paces)
+    busiest, tokens = balance(seed, 70, paces=paces)
     print(f"seed {seed}: {busiest:.3f} {max(tokens) / min(tokens):.3f} {tokens}")
     assert busiest <= 1.3
 
