@@ -142,7 +142,7 @@ class EventLog:
 
     @property
     def is_snapshot_due(self) -> bool:
-        """Whether so much was recorded since the last keyframe that one is needed under load."""
+        """Whether enough was recorded since the last keyframe to need one under load."""
         return (self._appended - max(self._at_keyframe, self._at_snapshot)) * 2 >= self._max_bytes
 
     def snapshot(self, now: float, scheduler: Scheduler) -> None:

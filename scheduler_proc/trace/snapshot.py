@@ -56,7 +56,7 @@ _PACKAGES = (
     *(f"quire.protocol.{name}." for name in ("request", "wire", "model")),
     *(f"quire.scheduler_proc.{name}." for name in ("core", "requests", "kv", "adapters", "programs", "beams", "costs")),
 )
-"""Those with the classes of the state: they have no side effects, whatever a trace says."""
+"""Those with the classes of the state: they have no side effects."""
 
 
 class Node(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
@@ -368,5 +368,5 @@ def _class(name: str) -> type:
     module, _, attribute = name.rpartition(".")
     found = vars(sys.modules[module]).get(attribute) if name.startswith(_PACKAGES) and module in sys.modules else None
     if not isinstance(found, type):
-        raise ValueError(f"invalid keyframe: {name[:100]!r} is no class of a scheduler's state")
+        raise ValueError(f"invalid keyframe: {name[:100]!r} does not belong to a scheduler's state")
     return found
