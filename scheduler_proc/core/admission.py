@@ -242,6 +242,7 @@ class Admission:
         if event.adapter is not None and (parent.adapter is None or event.adapter.digest != parent.adapter.ref.digest):
             text = f"a forked request must have the adapter of its parent (got {event.adapter.name!r})"
             raise Refusal("invalid_value", "model", text)
+        self.check_length(event, parent.num_prompt_tokens)  # the parent's only token may be one that no other follows
         num_tokens = event.num_forked_tokens or parent.num_tokens
         if not parent.num_prompt_tokens <= num_tokens <= parent.num_tokens:
             text = (

@@ -48,9 +48,11 @@ def test_a_prompt_that_fills_the_context_can_be_scored() -> None:
     driver.add("scored", prompt, max_tokens=1, prompt_logprobs=1)
     driver.add("longer", prompt, max_tokens=2, prompt_logprobs=1)
     driver.add("too long", [*prompt, 5], max_tokens=1, prompt_logprobs=1)
+    driver.add("fork", [], forked_from="scored", max_tokens=2)
     driver.finish()
     assert len(driver.answers["scored"].prompt_logprobs) == 63
     assert driver.answers["scored"].tokens == expected_tokens(prompt, 1)
-    for name in ("longer", "too long"):
+    for name in ("longer", "too long", "fork"):
         rejected = driver.answers[name].rejected
         assert rejected is not None and rejected.code == "context_length_exceeded"
+    assert driver.replay_lines() is None
