@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 GPU_PYTHON_VERSION ?= 3.12
 WHEELS := wheels
 GPU_PACKAGES := msgspec pyzmq psutil prometheus-client safetensors tokenizers huggingface-hub tqdm pyyaml \
-	hypothesis sortedcontainers attrs pytest iniconfig pluggy packaging pygments jinja2 markupsafe xxhash
+	hypothesis sortedcontainers attrs pytest iniconfig pluggy packaging pygments jinja2 markupsafe xxhash google-re2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=

@@ -2,10 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import re2
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.config_fields import Fields
@@ -13,22 +15,10 @@ from quire.protocol.model.config_fields import Fields
 CONFIG = "adapter_config.json"
 MAX_PATTERNS = 4096
 MAX_PATTERN_LENGTH = 256
-MAX_PATTERN_WORK = 2**20
-"""States and transitions made and tried, about a second of work. The full names of 882 modules need two thirds."""
-_STATE_WORK = 16
-_ALLOWED = f"at most {MAX_PATTERN_LENGTH} characters, classes, groups, | and quantifiers"
-_ESCAPE = r"\\[\W_dDsSwW]"
-_ATOM = rf"{_ESCAPE}|\[\^?(?:-?(?:{_ESCAPE}|[^][\\&~|-]))+-?\]|[^][{{}}()\\|*+?]"
-_COUNT = r"[*+?]\??|\{(?!\})\d{0,3}(?:,\d{0,3})?\}\??"
-_TOKEN = re.compile(rf"{_ATOM}|{_COUNT}|\((?:\?:)?|[|)]")
+_UNLIKE_RE = re.compile(r"\{,|\[:")
+"""What RE2 reads as other than ``re``."""
 
 Value = TypeVar("Value")
-Test = Callable[[str], object]
-"""A test of a symbol, which is a character, ``begin``, ``end``, or ``empty`` after each character."""
-Group = list[list[tuple["Test | Group", int, int]]]
-"""Alternatives, each a sequence of tests and groups, with their repetitions; the most are -1 if there is no limit."""
-_ENDS: dict[str, Test] = {"^": "begin".__eq__, "$": "end".__eq__}
-_EMPTY: Test = re.compile("begin|end|empty").fullmatch
 
 _REFUSED = {
     "use_dora": "DoRA is not supported",
@@ -58,100 +48,41 @@ class AdapterError(ConfigError):
 class NamePatterns(Generic[Value]):
     """Patterns of module names, and their values. They match as in PEFT: a whole name, or what follows one of its dots.
 
-    They match without backtracking, so that no pattern can stop a process.
-
-    All patterns are one automaton. It reads names from their ends, where they differ most, and computes a step when a
-    name first needs it. A state tests one character.
+    RE2 matches without backtracking, in bounded memory and without the GIL, so that no pattern can stop a process.
     """
 
     def __init__(self, patterns: Mapping[str, Value], refuse: Callable[[str], Exception]) -> None:
         """``refuse``: makes the error, of a reason, for a pattern that is not supported or for patterns too complex."""
-        self._refuse = refuse
-        self._work = 0
-        self._tests: list[Test] = []
-        self._next: list[set[int]] = []
-        self._values: dict[int, Value] = {}
-        """By the state that a match reaches: the lowest one is that of the first pattern."""
-        self._steps: dict[tuple[frozenset[int], str], frozenset[int]] = {}
-        starts: set[int] = set()
-        for pattern, value in patterns.items():
-            matched = self._enter(_EMPTY, set())
-            self._values[max(matched)] = value
+        self._values, self._refuse = list(patterns.values()), refuse
+        options = re2.Options()
+        options.log_errors = False
+        self._set = re2.Set.FullMatchSet(options)
+        for pattern in patterns:
             try:
-                if len(pattern) > MAX_PATTERN_LENGTH or "".join(_TOKEN.findall(pattern)) != pattern:
+                if len(pattern) > MAX_PATTERN_LENGTH or _UNLIKE_RE.search(pattern):
                     raise ValueError
-                re.compile(pattern)
-                whole = _TOKEN.findall(rf"(?:.*\.)?({pattern})$")
-                starts |= self._enter(_parse_group(whole[::-1]), matched)
-            except (ValueError, re.error):
-                raise refuse(f"has the pattern {printable(pattern)}; supported: {_ALLOWED}") from None
-        self._starts = frozenset(starts)
+                whole = rf"(.*\.)?({pattern})$"
+                re.compile(whole)  # RE2 has forms of its own
+                self._set.Add(whole)
+            except (ValueError, OverflowError, re.error, re2.error):
+                text = f"at most {MAX_PATTERN_LENGTH} characters, in the common syntax of re and RE2"
+                raise refuse(f"has the pattern {printable(pattern)}; supported: {text}") from None
+        self._set.Add("(?s).*")
+        try:
+            self._set.Compile()
+        except re2.error:
+            raise self._too_complex() from None
 
     def find(self, name: str, default: Value) -> Value:
         """Return the value of the first pattern that matches a name."""
-        states = self._starts
-        for symbol in ("end", *reversed(name), "begin"):
-            found = self._steps.get((states, symbol))
-            states = self._step(states, symbol) if found is None else found
-        matched = min((state for state in states if state in self._values), default=-1)
-        return self._values.get(matched, default)
+        matched: list[int] | None = self._set.Match(name)
+        if not matched:  # not even the last one: RE2's memory did not suffice
+            raise self._too_complex()
+        first = min(matched)
+        return self._values[first] if first < len(self._values) else default
 
-    def _step(self, states: frozenset[int], symbol: str) -> frozenset[int]:
-        # A character ends all other states. "begin" and "end" do not, because these may be without ^ and $.
-        found: set[int] = set() if len(symbol) == 1 else set(states)
-        new = self._reached(states, symbol)
-        while new := new - found:
-            found |= new
-            new = self._reached(new, symbol if len(symbol) > 1 else "empty")
-        return self._steps.setdefault((states, symbol), frozenset(found))
-
-    def _reached(self, states: Collection[int], symbol: str) -> set[int]:
-        reached = [self._next[state] for state in states if self._tests[state](symbol)]
-        self._spend(len(states) + sum(map(len, reached)))
-        return set().union(*reached)
-
-    def _enter(self, part: Test | Group, after: set[int]) -> set[int]:
-        """Return the states that test a part's last characters; those of ``after`` follow its first ones."""
-        self._spend(_STATE_WORK)
-        if not isinstance(part, list):
-            self._tests.append(part)
-            self._next.append(after)
-            return {len(self._tests) - 1}
-        entered: set[int] = set()
-        for sequence in part:
-            states = after
-            for inner, low, high in sequence:
-                for _ in range(low):
-                    states = self._enter(inner, states)
-                for _ in range(low, high):
-                    states = states | self._enter(inner, states)
-                    self._spend(len(states))
-                if high < 0:  # an empty state leads back to itself
-                    loop = self._enter(_EMPTY, set(states))
-                    self._next[max(loop)] |= self._enter(inner, loop)
-                    states = loop
-            entered |= states
-        return entered
-
-    def _spend(self, work: int) -> None:
-        self._work += work
-        if self._work > MAX_PATTERN_WORK:
-            raise self._refuse("has patterns that are too complex: use the modules' names")
-
-
-def _parse_group(tokens: list[str]) -> Group:
-    """Take a group from the end of ``tokens``, which are those of a valid pattern in reverse."""
-    group: Group = [[]]
-    while tokens and (token := tokens.pop()) != ")":
-        if token == "|":
-            group.append([])
-            continue
-        part = _parse_group(tokens) if token[0] == "(" else _ENDS.get(token) or re.compile(token).fullmatch
-        count = tokens.pop() if tokens and re.fullmatch(_COUNT, tokens[-1]) else "{1}"
-        count = {"*": "{0,", "+": "{1,", "?": "{0,1"}.get(count[0], count.rstrip("?}"))
-        lows, comma, highs = count[1:].partition(",")
-        group[-1].append((part, int(lows or 0), int(highs) if highs else -1 if comma else int(lows)))
-    return group
+    def _too_complex(self) -> Exception:
+        return self._refuse("has patterns that are too complex: use the modules' names")
 
 
 @dataclass(frozen=True, slots=True)

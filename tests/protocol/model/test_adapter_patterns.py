@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from quire.protocol.model import adapter_config
 from quire.protocol.model.adapter_config import NamePatterns
 
 
@@ -43,7 +42,7 @@ def random_pattern(random: Random, depth: int = 3) -> str:
         return random.choice((*"ab.1", r"\.", r"\d", "[ab]", "[^b1]", r"\w"))
     parts = [random_pattern(random, depth - 1) for _ in range(random.randint(1, 3))]
     whole = random.choice(("({})", "(?:{})", "{}")).format(random.choice(("", "|")).join(parts))
-    repeated = random.choice(("", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "{0}", "{1,}", "+?"))
+    repeated = random.choice(("", "", "", "*", "+", "?", "{2}", "{1,3}", "{0}", "{1,}", "+?"))
     return f"(?:{whole}){repeated}" if repeated else whole
 
 
@@ -62,27 +61,16 @@ def test_matches_are_those_of_peft() -> None:
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("(", ")", "[", "[]", "*a", "a**", "a*+", "a{3,2}", "{2}", "a{}", "a{9999}", "^*"),
-        *(r"(?!a)b", "(?i)a", "(?P<n>a)", r"(a)\1", r"\bq", r"\x41", "[z-a]", "[[a]", "[a--b]", "a\\", "x" * 257, "}"),
+        *("(", ")", "[", "*a", "a**", "a*+", "a{3,2}", "a{9999}", "a{,2}", "[[:alpha:]]"),
+        *(r"(?!a)b", "(?i)a", r"(a)\1", r"\pN", r"\Qa", "[z-a]", "a\\", "x" * 257, "\ud800"),
     ],
 )
 def test_other_patterns_are_refused(pattern: str) -> None:
-    with pytest.raises(RefusedError, match=r"has the pattern .*; supported: at most 256 characters, classes"):
+    with pytest.raises(RefusedError, match=r"has the pattern .*; supported: at most 256 characters, in the common"):
         NamePatterns({pattern: 1}, RefusedError)
 
 
-@pytest.mark.parametrize(
-    "patterns",
-    [
-        ["(((((){99}){99}){99}){99}){99}"],
-        ["(.?){500}"],
-        [f"(.|..|...)*{number}.*(.?){{40}}" for number in range(9)],
-    ],
-    ids=lambda patterns: patterns[0][:12],
-)
-def test_no_patterns_take_for_ever(patterns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_config, "MAX_PATTERN_WORK", 2**16)
+def test_no_patterns_take_for_ever() -> None:
+    patterns = [f"(.*[a-m].{{{20 + i % 30}}}|.*[n-z].{{{25 + i % 20}}})*{i}" for i in range(600)]
     with pytest.raises(RefusedError, match="too complex: use the modules' names"):
-        made = NamePatterns(dict.fromkeys(patterns, 1), RefusedError)
-        for name in NAMES:
-            made.find(name * 9, -1)
+        NamePatterns(dict.fromkeys(patterns, 1), RefusedError)
