@@ -23,12 +23,6 @@ class Pace:
         self.tokens = [0.0] * NUM_SIZES
         self._before: tuple[float, float, int] | None = None
 
-    @property
-    def seconds_per_token(self) -> float:
-        """The mean over all steps; 0 without any."""
-        tokens = sum(self.tokens)
-        return sum(self.seconds) / tokens if tokens else 0.0
-
     def update(self, statistics: Statistics) -> None:
         """Count the steps since the last statistics, a second ago. The first ones only begin: they may be hours old."""
         if statistics.step_tokens is None or statistics.step_worker is None:

@@ -10,6 +10,8 @@ from quire.protocol.errors import EngineError, InvalidRequest
 PROMPT = "Once upon a time there was"
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:

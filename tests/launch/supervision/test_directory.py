@@ -33,7 +33,7 @@ def test_sockets_have_short_paths_below_any_folder_of_temporary_files(
             parent_of_sockets()
 
 
-def test_a_start_removes_what_killed_ones_left_and_nothing_else(
+def test_a_start_removes_what_killed_ones_left_and_no_other_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Starts are killed before they lock a directory, before it has its name, later, and while it is removed."""
