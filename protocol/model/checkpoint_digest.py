@@ -37,8 +37,9 @@ class Fingerprint(NamedTuple):
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """Return the files whose bytes count. Raises OSError."""
-    return [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    """Return the files whose bytes count: no folders, and no pipes, which would block a reader. Raises OSError."""
+    found = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in SUFFIXES]
+    return sorted(file for file in found if file.is_file())
 
 
 def checkpoint_state(path: Path) -> str:
@@ -59,8 +60,9 @@ def begin_digest(path: Path) -> Future[Fingerprint]:
     def run() -> None:
         try:
             ended.set_result(checkpoint_digest(path))
-        except OSError as error:
-            log.error("cannot read the checkpoint", file=error.filename or str(path), reason=error.strerror)
+        except Exception as error:  # whatever it is: others wait for the result
+            file, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, error)
+            log.error("cannot read the checkpoint", file=file or str(path), reason=reason)
             ended.set_result(Fingerprint("", ""))
 
     Thread(target=run, name="checkpoint", daemon=True).start()
@@ -108,7 +110,8 @@ def _kept_file(path: Path) -> Iterator[Path | None]:
     lock, file = -1, None
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "checkpoints"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for each in (folder.parent, folder):  # mkdir gives the folders above the last one the mode of the umask
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (info := folder.stat()).st_uid != os.getuid() or info.st_mode & 0o077:
             raise PermissionError(0, "others may use the folder", str(folder))
         name = sha256(os.fsencode(path.absolute())).hexdigest()[:16]
@@ -129,7 +132,7 @@ def _state(info: os.stat_result) -> str:
 
 
 def _combined(parts: list[tuple[str, str]]) -> str:
-    return sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+    return sha256(ascii(parts).encode()).hexdigest()[:32]  # JSON has no form for names that are not UTF-8
 
 
 def _hash(fd: int) -> str:

@@ -1,5 +1,6 @@
 """The fingerprint of a folder of KV contents: different if their bytes cannot have the same meaning."""
 
+import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def fingerprint(config: EngineConfig) -> str:
         try:
             for file in checkpoint_files(Path(config.model_path)):
                 info = file.stat()
-                digest.update(f"{file.name} {info.st_size} {info.st_mtime_ns}\n".encode())
+                digest.update(os.fsencode(f"{file.name} {info.st_size} {info.st_mtime_ns}\n"))
         except OSError as error:
             raise ConfigError(f"the checkpoint {config.model_path} cannot be read: {error.strerror}") from None
     return digest.hexdigest()[:32]

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scheduler_driver import make_config
 from tiers import thinned
 
 from quire.protocol.model import checkpoint_digest as module
 from quire.protocol.model.checkpoint_digest import begin_digest, checkpoint_digest, checkpoint_state
+from quire.scheduler_proc.process.fingerprint import fingerprint
 
 Change = Callable[[Path, Path], object]
 DATA = bytes(range(256)) * 5000
@@ -125,6 +127,40 @@ def test_files_are_read_once_and_their_hashes_are_private(tmp_path: Path, monkey
     kept.parent.chmod(0o700)
     assert checkpoint_digest(path) == checkpoint_digest(path) == again and len(read) == 13
     assert kept.read_text() == "{}", "a file that has just changed may change again in the same tick"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("none"),
+        lambda path: Path(os.fsdecode(os.fsencode(path.parent) + b"/\xff.json")).write_text("{}"),
+    ],
+    ids=["folder", "pipe", "broken link", "not UTF-8"],
+)
+def test_odd_files_beside_the_weights_stop_nothing(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    path, _ = checkpoint(tmp_path, "one")
+    make(path / "odd.json")
+    assert begin_digest(path).result(30) == (checkpoint_digest(path).digest, checkpoint_state(path))
+    assert fingerprint(make_config(model_path=str(path)))
+
+
+def test_the_result_of_a_thread_is_awaited_never_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "checkpoint_files", lambda path: 1 / 0)
+    assert begin_digest(tmp_path).result(30) == ("", "")
+
+
+def test_no_other_user_may_write_to_the_folder_of_the_cache(tmp_path: Path) -> None:
+    """There are compiled kernels beside the hashes, which are not used then."""
+    path, _ = checkpoint(tmp_path, "one")
+    before = os.umask(0)
+    try:
+        checkpoint_digest(path)
+    finally:
+        os.umask(before)
+    (kept,) = kept_files(tmp_path)
+    assert not any(stat.S_IMODE(each.stat().st_mode) & 0o077 for each in (kept, kept.parent, kept.parent.parent))
 
 
 def test_files_that_change_while_they_are_read_have_no_fingerprint(
