@@ -28,7 +28,10 @@ FORMAT = 1
 SECTOR = 4096
 """Bytes of the description in page 0, and of the part of a page that has its header."""
 
-PRIVATE = "a folder, not a link, that belongs to this user and that no other may change: set its mode to 0700"
+PRIVATE = (
+    "a folder, not a link, that belongs to this user and that no other may change: set its mode to 0700, or name a new "
+    "folder in it"
+)
 
 START_S, ANSWER_S = 10.0, 2.0
 """Time limits for the disk at the start of an engine, and later, while requests wait."""
@@ -74,6 +77,8 @@ class DiskFolder:
         self._fingerprint = fingerprint(config)
         model = re.sub(r"[^\w.-]", "_", Path(config.model_path).name) or config.model.architecture
         self._folder = Path(config.ssd_cache_dir) / f"{model}-{self._fingerprint[:16]}"
+        self._shared = self._folder.parents[config.data_parallel_size > 1 :: -1]
+        """The folder of --ssd-cache-dir, and that of this engine if there are several."""
         ranks = range(config.tensor_parallel_size)
         self.paths = [self._folder / f"rank-{rank}-of-{len(ranks)}.pages" for rank in ranks]
         self.num_pages = self.forgotten = 0
@@ -169,9 +174,10 @@ class DiskFolder:
 
     def _check(self) -> None:
         """Lock the folder, and check its files and its room."""
-        for folder, forbidden in ((self._folder.parent, 0o022), (self._folder, 0o077)):
+        for folder in (*self._shared, self._folder):
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700, parents=True)
+            forbidden = 0o077 if folder == self._folder else 0o022
             require_private("--ssd-cache-dir", folder, stat.S_ISDIR, PRIVATE, forbidden)
         self._lock = [_open(self._folder / "lock", os.O_CREAT)]
         try:

@@ -5,7 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,14 @@ def test_folders_that_others_may_use_are_refused(tmp_path: Path, place: str, mod
     with pytest.raises(ConfigError, match=f"--ssd-cache-dir: {changed} must be a folder, not a link, that belongs"):
         DiskFolder(config_at(tmp_path / "cache"))
     assert folder.paths[0].read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_the_folder_of_several_engines_is_the_users_own(tmp_path: Path, mode: int) -> None:
+    config = config_at(tmp_path / "engine-1", data_parallel_size=2)
+    tmp_path.chmod(mode)
+    with nullcontext() if mode == 0o755 else pytest.raises(ConfigError, match=f": {tmp_path} must be .* a new folder"):
+        DiskFolder(config).close()
 
 
 def test_folders_of_others_and_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
