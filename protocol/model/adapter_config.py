@@ -62,6 +62,7 @@ class NamePatterns(Generic[Value]):
                 if len(pattern) > MAX_PATTERN_LENGTH or _UNLIKE_RE.search(pattern):
                     raise ValueError
                 whole = rf"(.*\.)?({pattern})$"
+                re.compile(pattern)  # "a)|(b" would leave the group
                 re.compile(whole)  # RE2 has forms of its own
                 self._set.Add(whole)
             except (ValueError, OverflowError, re.error, re2.error):

@@ -60,7 +60,7 @@ def begin_digest(path: Path) -> Future[Fingerprint]:
     def run() -> None:
         try:
             ended.set_result(checkpoint_digest(path))
-        except Exception as error:  # whatever it is: others wait for the result
+        except Exception as error:  # others wait for a result in any case
             file, reason = (error.filename, error.strerror) if isinstance(error, OSError) else (None, error)
             log.error("cannot read the checkpoint", file=file or str(path), reason=reason)
             ended.set_result(Fingerprint("", ""))
