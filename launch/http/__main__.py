@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import socket
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from quire.launch.text.text_in import TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import InvalidRequest, QuireError
 from quire.protocol.process.child import Child, Report, child_parser, init_child
+from quire.protocol.process.host_limits import resident_bytes
 from quire.protocol.process.log import event_logger
 from quire.protocol.request.plugins import load_logits_processors
 from quire.protocol.wire.zmq_channel import check_socket_directory
@@ -43,10 +45,19 @@ log = event_logger("frontend")
 FLUSH_S = 0.5
 """Time to send what sockets still buffer after the shutdown timeout."""
 TICK_S = 1.0
+GROWN_BYTES = 32 * 2**20
+"""Growth of the resident memory from which an idle front end collects its garbage. A refused body is kept by the
+exception that refused it, which no allocation follows that would cause a collection."""
 COLLECT_AFTER = (10_000, 10, 5)
 """Arguments of gc.set_threshold. With Python's 700, the objects of one step of 2,048 streams cause several collections,
 which free nothing. With a thousand streams a full collection takes 0.15 s, during which no stream gets a token. Cyclic
 garbage is collected after at most 500,000 new objects."""
+
+
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK = 256 * 1024
+"""Bytes from which glibc gets a block from the system, and returns it when it is freed. By default, blocks up to 32 MiB
+stay with the thread that has freed them, after the first one: each thread keeps the largest bodies that it has had."""
 
 
 class FrontEnd:
@@ -92,7 +103,7 @@ class FrontEnd:
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
             ready = self._get_ready(text_in, form)
-            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(), ready)]
+            tasks = [group.create_task(work) for work in (self._drain(server), self._tick(server), ready)]
             await self._wait_state_known()
             gc.collect()
             gc.freeze()  # objects of the start live as long as the process: collections skip them
@@ -209,11 +220,17 @@ class FrontEnd:
                 for loss in (await asyncio.to_thread(probe, text_in, form)).losses:
                     log.warning(loss)
 
-    async def _tick(self) -> None:
+    async def _tick(self, server: HttpServer) -> None:
         self._child.watch_progress(lambda: None)
+        least, num_idle = resident_bytes(), 0
         while True:
             self._child.progress()
             self._note_sessions()
+            # A thread may still work on a body after its response, so more than once, but ever more rarely.
+            num_idle = 0 if server.server_state.tasks else num_idle + 1
+            if num_idle.bit_count() == 1 and resident_bytes() > least + GROWN_BYTES:
+                gc.collect()
+            least = min(least, resident_bytes())
             await asyncio.sleep(TICK_S)
 
 
@@ -236,6 +253,8 @@ def main() -> None:
     parser.add_argument("--index", type=int, required=True, help="index of this front end, from 0")
     args = parser.parse_args()
     child = init_child(args.status_fd, args.lifeline_fd, args.directory)
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
     try:
         check_socket_directory(args.directory)
         child.report(Report("started"))

@@ -20,6 +20,11 @@ def available_bytes() -> int:
     return least if limit == resource.RLIM_INFINITY else min(least, limit - psutil.Process().memory_info().vms)
 
 
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * resource.getpagesize()
+
+
 def group_bytes(own: Path, mount: Path) -> Iterator[int]:
     """Yield the bytes that each control group with a limit has left, of versions 1 and 2.
 

@@ -11,11 +11,11 @@ import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
+from quire.protocol.process.host_limits import resident_bytes
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarBackend, GrammarBusy, GrammarTooSlow
 from quire.scheduler_proc.structured.backends import make_backend
-from quire.scheduler_proc.structured.limits import resident_bytes
 
 COMPILE_SECONDS = 1.0
 """CPU time limit of one compilation."""

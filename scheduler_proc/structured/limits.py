@@ -4,10 +4,6 @@ All grow while outputs are matched, and libraries bound none of them. With an am
 of milliseconds; lazily built automata can take a hundred megabytes.
 """
 
-import os
-import resource
-from pathlib import Path
-
 OUTPUT_SECONDS = 0.25
 """CPU time that matching one output may take, plus ``token_seconds`` per token; the request fails above it."""
 TOKEN_SECONDS = 0.001
@@ -108,8 +104,3 @@ class SlowSteps:
     def record(self, seconds: float, num_rows: int) -> None:
         is_slow = seconds > SLOW_SECONDS + num_rows * self._row_seconds
         self._num_watched = NUM_WATCHED if is_slow else max(0, self._num_watched - 1)
-
-
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path(f"/proc/{os.getpid()}/statm").read_text("ascii").split()[1]) * resource.getpagesize()

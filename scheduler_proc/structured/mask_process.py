@@ -22,10 +22,10 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.helper import begin_helper, start_large_stack_thread
+from quire.protocol.process.host_limits import resident_bytes
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.scheduler_proc.structured.backend import GrammarBackend
 from quire.scheduler_proc.structured.backends import make_backend
-from quire.scheduler_proc.structured.limits import resident_bytes
 from quire.scheduler_proc.structured.mask_maker import MaskMaker
 from quire.scheduler_proc.structured.mask_messages import Grown, Started, ToHelper
 

@@ -3,8 +3,10 @@
 import json
 import signal
 import subprocess
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,22 @@ class TestBadInput:
             assert error["param"] == param and word in error["message"], error
         good = httpx.post(f"{server.url}/v1/completions", json={"model": "quire-demo", "prompt": "A", "max_tokens": 1})
         assert good.status_code == 200
+
+    @pytest.mark.full
+    def test_a_burst_of_large_bodies_leaves_the_front_end_as_small_as_before(self, server: Served) -> None:
+        (front_end,) = processes_of(server.process.pid, "quire.launch.http")
+        httpx.post(f"{server.url}/v1/chat/completions", json={"messages": STORY, "max_tokens": 1})
+        before = front_end.memory_info().rss
+        body = json.dumps({"messages": [{"role": "user", "content": "word " * (3 * 2**20)}]}).encode()
+
+        def send(_: int) -> int:
+            return httpx.post(f"{server.url}/v1/chat/completions", content=body, timeout=60).status_code
+
+        with ThreadPoolExecutor(8) as clients:
+            assert set(clients.map(send, range(8))) <= {400, 503}
+        deadline = time.monotonic() + 30
+        while front_end.memory_info().rss > before + 48 * 2**20:
+            assert time.monotonic() < deadline, f"{front_end.memory_info().rss - before} bytes are kept"
 
     def test_a_disconnected_client_frees_its_blocks(self, server: Served) -> None:
         body = {"model": "quire-demo", "prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
