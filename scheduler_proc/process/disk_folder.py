@@ -77,7 +77,8 @@ class DiskFolder:
         self._fingerprint = fingerprint(config)
         model = re.sub(r"[^\w.-]", "_", Path(config.model_path).name) or config.model.architecture
         self._folder = Path(config.ssd_cache_dir) / f"{model}-{self._fingerprint[:16]}"
-        self._shared = self._folder.parents[config.data_parallel_size > 1 :: -1]
+        is_shared = self._folder.parent.name == f"engine-{config.data_parallel_rank}"  # the first engine starts alone
+        self._shared = self._folder.parents[is_shared::-1]
         """The folder of --ssd-cache-dir, and that of this engine if there are several."""
         ranks = range(config.tensor_parallel_size)
         self.paths = [self._folder / f"rank-{rank}-of-{len(ranks)}.pages" for rank in ranks]

@@ -244,7 +244,7 @@ def test_folders_that_others_may_use_are_refused(tmp_path: Path, place: str, mod
 
 @pytest.mark.parametrize("mode", [0o755, 0o777])
 def test_the_folder_of_several_engines_is_the_users_own(tmp_path: Path, mode: int) -> None:
-    config = config_at(tmp_path / "engine-1", data_parallel_size=2)
+    config = config_at(tmp_path / "engine-1", data_parallel_rank=1)
     tmp_path.chmod(mode)
     with nullcontext() if mode == 0o755 else pytest.raises(ConfigError, match=f": {tmp_path} must be .* a new folder"):
         DiskFolder(config).close()
