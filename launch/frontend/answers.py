@@ -84,13 +84,17 @@ class OutputDelta(msgspec.Struct, gc=False):
 
     def without_answer(self) -> "OutputDelta":
         """Return the delta for a client that requested no output tokens: the engine's one token is left out."""
-        ended = self.finish_reason
+        ended = "length" if self.finish_reason in ("stop", "repetition") else self.finish_reason
+        timeline = [each for each in self.timeline or () if each.event != "first_token"]
+        if ended and timeline:
+            timeline[-1] = msgspec.structs.replace(timeline[-1], reason=ended, tokens=0)
         return msgspec.structs.replace(
             self,
             text="",
             token_ids=[],
             logprobs=None if self.logprobs is None else [],
-            finish_reason="length" if ended in ("stop", "repetition") else ended,
+            finish_reason=ended,
+            timeline=timeline or None,
             stop_reason=None,
             num_output_tokens=0,
             beams=None,

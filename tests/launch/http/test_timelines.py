@@ -46,3 +46,8 @@ def test_an_answer_ends_when_its_stop_string_is_found(client: Any, monkeypatch: 
     assert choice["timeline"][-1] == {"event": "ended", "seconds": 0.75, "reason": "stop", "tokens": 3}
     refused = client.complete(return_timeline=True, use_beam_search=True, beam_width=2).json()
     assert refused["error"]["param"] == "return_timeline"
+
+
+def test_an_answer_without_tokens_has_none_in_its_timeline(client: Any) -> None:
+    (choice,) = client.complete(return_timeline=True, max_tokens=0, echo=True).json()["choices"]
+    assert choice["timeline"][-1] == {"event": "ended", "seconds": 1.25, "reason": "length"}
