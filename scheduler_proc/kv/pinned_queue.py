@@ -25,7 +25,8 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
         self._uncached = FreeKVCacheBlockQueue(())
         self._line = Line()
         self._pinned: dict[int, Line] = {}
-        """By pin, its releases."""
+        """By pin, its releases; or an empty line, until there are many of these."""
+        self._most_pinned = 64
         self.num_free_blocks = 0
         self.append_n(blocks)
 
@@ -63,8 +64,13 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
 
     def _list(self, freed: Freed) -> None:
         """Put a release with blocks into its line."""
-        line = self._pinned.setdefault(freed.pin, Line(self._line)) if freed.pin else self._line
+        line = self._line
+        if freed.pin:
+            line = self._pinned.setdefault(freed.pin, Line(self._line))
         line.add(freed)
+        if len(self._pinned) >= self._most_pinned:
+            self._pinned = {pin: line for pin, line in self._pinned.items() if line.first() is not None}
+            self._most_pinned = 2 * len(self._pinned) + 64
 
     def _note_empty(self, freed: Freed) -> None:
         if not freed.blocks.num_free_blocks:

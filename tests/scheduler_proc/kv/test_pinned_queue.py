@@ -1,5 +1,6 @@
 """The free queue with pins: equals a naive model, and a pin never delays an allocation."""
 
+import gc
 import random
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.pinned_queue import PinnedFreeQueue
-from quire.scheduler_proc.kv.releases import Releases
+from quire.scheduler_proc.kv.releases import Line, Releases
 from quire.scheduler_proc.trace.keyframe import decode_state, encode_state, idle_state, restore
 
 POOLS: list[Callable[..., BlockPool]] = [BlockPool, FairBlockPool]
@@ -112,6 +113,15 @@ def test_a_pin_ends_where_its_contents_would_be_without_it() -> None:
     assert kv.pins == {}
     served(kv, 3, 200, 28)
     assert found(kv, 0, 17) == 4 and found(kv, 100, 17) == 16, "the last blocks of the oldest request are evicted"
+
+
+def test_pins_that_have_ended_leave_nothing() -> None:
+    """As long as unpinned contents are evicted first, no eviction looks at the pins."""
+    kv = managed(40)
+    for pin in range(1, 400):
+        served(kv, pin, pin * 100, 17, pin=pin)
+        kv.unpin(pin - 3)
+    assert sum(isinstance(each, Line) and each.unpinned is not None for each in gc.get_objects()) < 100
 
 
 def test_pins_never_delay_an_allocation() -> None:
