@@ -83,7 +83,7 @@ class NamePatterns(Generic[Value]):
         return self._values[first] if first < len(self._values) else default
 
     def _too_complex(self) -> Exception:
-        return self._refuse("has patterns that are too complex: use the modules' names")
+        return self._refuse("has patterns that are too complex together: merge or shorten them")
 
 
 @dataclass(frozen=True, slots=True)

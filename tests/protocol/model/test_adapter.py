@@ -152,7 +152,10 @@ REFUSED_SETTINGS: list[tuple[dict[str, Any], str]] = [
         "rank_pattern has the pattern '('; supported: at most 256 characters, in the common syntax",
     ),
     ({"alpha_pattern": {"(?!a)b": 4}}, "alpha_pattern has the pattern '(?!a)b'"),
-    ({"rank_pattern": {"[^a]{999}" * 28: 4}}, "rank_pattern has patterns that are too complex: use the modules' names"),
+    (
+        {"rank_pattern": {"[^a]{999}" * 28: 4}},
+        "rank_pattern has patterns that are too complex together: merge or shorten them",
+    ),
     ({"use_rslora": 3}, "use_rslora must be true or false"),
 ]
 

@@ -72,5 +72,5 @@ def test_other_patterns_are_refused(pattern: str) -> None:
 
 def test_no_patterns_take_for_ever() -> None:
     patterns = [f"(.*[a-m].{{{20 + i % 30}}}|.*[n-z].{{{25 + i % 20}}})*{i}" for i in range(600)]
-    with pytest.raises(RefusedError, match="too complex: use the modules' names"):
+    with pytest.raises(RefusedError, match="too complex together: merge or shorten them"):
         NamePatterns(dict.fromkeys(patterns, 1), RefusedError)
