@@ -32,7 +32,7 @@ def test_serve_lists_sections(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_section_by_its_name_or_one_like_it(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "serve", f"--help={word}")
     assert text.startswith("Scheduling: --priority-range LOW:HIGH") and "--watermark FRACTION" in text
-    assert "--max-num-seqs" not in text
+    assert "--gpu-memory-utilization" not in text
 
 
 @pytest.mark.parametrize("word", ["--fair-admission", "fair_admission", "--no-fair-admission"])

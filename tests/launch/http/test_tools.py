@@ -14,6 +14,7 @@ from quire.launch.http.schema.tools import parse_tools
 from quire.launch.http.serving.server import ServerSettings
 from quire.launch.http.serving.thinking import Thinking
 from quire.launch.text.messages import check_messages
+from quire.launch.text.prompts import Prompt
 from quire.protocol.request.sampling_params import SamplingParams
 
 WEATHER = {
@@ -287,7 +288,7 @@ class TestThinkingBeforeACall:
             ([5, 6, 7, 1], "", ""),
             ([7, 5, 6], "x", "x"),
         ):
-            ids = np.array(prompt, np.int32)
-            assert thinking.end_before_answer(ids, SamplingParams()) == plain
-            assert thinking.end_before_answer(ids, with_budget) == budget
-        assert Thinking().end_before_answer(np.array([5, 6], np.int32), with_budget) == ""
+            whole = Prompt(np.array(prompt, np.int32))
+            assert thinking.end_before_answer(whole, SamplingParams()) == plain
+            assert thinking.end_before_answer(whole, with_budget) == budget
+        assert Thinking().end_before_answer(Prompt(np.array([5, 6], np.int32)), with_budget) == ""
