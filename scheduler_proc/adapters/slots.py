@@ -121,30 +121,6 @@ class AdapterSlots:
             self.drop(adapter)
         self.dropped.clear()
 
-    # ---- keyframes
-
-    @property
-    def state(self) -> list[tuple[int, AdapterRef, int, int]]:
-        """Return (number, ref, slot, last step) of the known adapters while no request exists."""
-        return [(each.number, each.ref, each.slot, each.last_step) for each in self.known.values()]
-
-    def restore(self, last_number: int, adapters: list[tuple[int, AdapterRef, int, int]], dropped: list[int]) -> None:
-        """Continue with this ``state``. Raises ValueError if it is impossible."""
-        self.last_number, self.dropped = last_number, dropped.copy()
-        for number, ref, slot, last_step in adapters:
-            adapter = self.known[ref.digest] = AdapterState(number, ref)
-            adapter.is_cached, self._copies[number] = True, adapter
-            adapter.slot, adapter.last_step = slot, last_step
-            if slot >= 0:
-                if slot >= len(self.slots) or self.slots[slot] is not None:
-                    raise ValueError(f"adapter {number} cannot be in slot {slot}")
-                self.slots[slot] = adapter
-        numbers = {*self._copies, *dropped}
-        if len(numbers) < len(adapters) + len(dropped) or max(numbers, default=0) > last_number:
-            raise ValueError(f"numbers of adapters must be distinct and at most {last_number}")
-        if len(self.known) > self._max_copies:
-            raise ValueError(f"{len(self.known)} adapters in host memory, which has room for {self._max_copies}")
-
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""
         for slot, held in enumerate(self.slots):

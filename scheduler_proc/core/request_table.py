@@ -223,15 +223,6 @@ class RequestTable:
         """Handles that the next diff removes, and those that it retires: the remains of ended requests."""
         return self._removed.copy(), self._retired.copy()
 
-    def restore(self, removed: list[int], retired: list[int]) -> None:
-        """Restore the ``ended_handles`` of another table into this empty one. Raises ValueError if they are invalid."""
-        self.handles.restore(retired)
-        if len(set(removed)) < len(removed):
-            raise ValueError(f"removed handles must be distinct (got {removed[:16]})")
-        if not set(removed) <= set(retired):
-            raise ValueError(f"removed handles must be retired (got {sorted(set(removed) - set(retired))[:16]})")
-        self._removed, self._retired = removed.copy(), retired.copy()
-
     def _leave_running(self, request: Request) -> None:
         self.leave_steady(request)
         del self.unsteady[request.handle], self.running[request.handle]

@@ -324,10 +324,6 @@ class Scheduler:
         """Whether no request exists, and no step, no transfer and no load of an adapter is in flight."""
         return not (self.table.requests or self.in_flight or self.transfers or self.adapters)
 
-    def resume_after(self, step: int) -> None:
-        """Set the last decided and answered step. The scheduler must be idle."""
-        self.steady_decode.clock.sent = self.steady_decode.clock.acknowledged = step
-
     @property
     def step_awaiting_inputs(self) -> InFlightStep | None:
         """The oldest step if its sampling waits for token bitmasks, or None.

@@ -100,25 +100,6 @@ class Transfers:
         """Whether steps change nothing here until a transfer is answered, or a block is allocated or freed."""
         return self._saves.is_settled
 
-    @property
-    def state(self) -> tuple[int, list[tuple[int, int, int]], int]:
-        """What affects later decisions while no transfer is in flight: the arguments of ``restore``."""
-        return self._numbers.last, [route.state for route in self._saves.routes], self._stores_yield_at
-
-    def restore(self, last: int, routes: list[tuple[int, int, int]], stores_yield_at: int) -> None:
-        """Continue after transfer ``last``.
-
-        Args:
-            routes: by tier, the arguments of ``Route.restore``.
-            stores_yield_at: no store begins up to this step.
-
-        Raises:
-            ValueError: there are other tiers.
-        """
-        self._numbers.last, self._stores_yield_at = last, stores_yield_at
-        for route, state in zip(self._saves.routes, routes, strict=True):
-            route.restore(*state)
-
     def take_loads(self) -> list[MoveBlocks]:
         """Return and clear the loads to send, before the step that was planned with them."""
         loads, self._loads = self._loads, []

@@ -76,10 +76,6 @@ class BlockPool:
         """Return the tenant to which a free cached block belongs; 0 unless this is a FairBlockPool."""
         return 0
 
-    def left_by_tenant(self) -> list[tuple[int, int, int]]:
-        """Return the ``tenants`` argument of ``restore``; empty unless this is a FairBlockPool."""
-        return []
-
     def begin_release(self, pin: int) -> None:
         """Set the pin, or 0, of the blocks that are freed until ``end_release``."""
         if self.releases is not None:
@@ -102,16 +98,6 @@ class BlockPool:
     def pins(self) -> Mapping[int, int]:
         """Number of free blocks that each pin still has."""
         return {} if self.releases is None else self.releases.pins
-
-    def left_by_release(self) -> list[tuple[int, int, int]]:
-        """Return the ``releases`` argument of ``restore``; empty without pins. Orders are counted from 1."""
-        left = self._left()
-        orders = {order: at for at, order in enumerate(sorted(order for order, _, _ in left if order), 1)}
-        return [(orders.get(order, 0), pin, count) for order, pin, count in left]
-
-    def _left(self) -> list[tuple[int, int, int]]:
-        queue = self.free_block_queue
-        return queue.left() if isinstance(queue, PinnedFreeQueue) else []
 
     @property
     def num_usable_blocks(self) -> int:
@@ -281,66 +267,6 @@ class BlockPool:
         """Let the free queue know that no block has a content."""
         assert isinstance(self.free_block_queue, PinnedFreeQueue)
         self.free_block_queue.forget_contents()
-
-    def contents(self) -> list[tuple[int, bytes]]:
-        """Return (block id, key) of each cached content; blocks with equal keys are in lookup order.
-
-        The order is that of the blocks: iterating in key order jumps through memory and takes five times as long.
-        """
-        pairs = [(block.block_id, block.block_hash) for block in self.blocks if block.block_hash is not None]
-        if several := self.cached_block_hash_to_block.duplicates():
-            ids = {block_id for block_id, _ in several}
-            pairs = [pair for pair in pairs if pair[0] not in ids] + several
-        return pairs
-
-    def restore(
-        self,
-        free: Sequence[int],
-        cached: Sequence[tuple[int, bytes]],
-        tenants: Sequence[tuple[int, int, int]] = (),
-        releases: Sequence[tuple[int, int, int]] = (),
-    ) -> None:
-        """Replace the cached contents and the free queue of a pool without held blocks.
-
-        Args:
-            free: every block but the null block, in reuse order.
-            cached: (block, key) of each content; blocks with equal keys in lookup order.
-            tenants, releases: the return values of ``left_by_tenant`` and ``left_by_release``.
-
-        Raises:
-            ValueError: the arguments do not fit this pool, or a block is held.
-        """
-        if sorted(free) != list(range(1, self.num_blocks)):
-            expected = f"each of blocks 1 to {self.num_blocks - 1} once"
-            raise ValueError(f"cannot restore: the free blocks are {len(free)} ids, expected {expected}")
-        if not self.reset_prefix_cache():
-            raise ValueError("cannot restore: a request holds a block of this pool")
-        if cached and not self.enable_caching:
-            raise ValueError(f"cannot restore {len(cached)} cached contents: prefix caching is disabled")
-        for block, _ in cached:
-            if not 0 < block < self.num_blocks:
-                raise ValueError(f"cannot restore: cached block id {block} is not between 1 and {self.num_blocks - 1}")
-        self.free_block_queue.popleft_n(self.num_usable_blocks)
-        if releases and self.releases is None:
-            raise ValueError(f"cannot restore {len(releases)} releases: this pool has neither classes nor pins")
-        self._restore_free([self.blocks[block] for block in free], tenants, releases)
-        self.cache_full_blocks([self.blocks[block] for block, _ in cached], [key for _, key in cached])
-        self.num_evictable_blocks = len(cached)
-
-    def _restore_free(
-        self,
-        free: Sequence[KVCacheBlock],
-        tenants: Sequence[tuple[int, int, int]],
-        releases: Sequence[tuple[int, int, int]],
-    ) -> None:
-        """Fill the empty free queue. Raises ValueError when ``tenants`` or ``releases`` do not fit."""
-        if tenants:
-            raise ValueError(f"cannot restore {len(tenants)} tenants: this pool does not track tenants")
-        queue = self.free_block_queue
-        if isinstance(queue, PinnedFreeQueue):
-            queue.restore(free, releases)
-        else:
-            queue.append_n(free)
 
     def _evict(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Remove the keys of blocks that are being allocated. A key is reported as removed with its last block."""

@@ -165,53 +165,11 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         """Return all free blocks: first those without cached content, then each tenant's by tenant number."""
         return self._uncached.blocks() + [b for _, queue in sorted(self._queues.items()) for b in queue.blocks.blocks()]
 
-    def tenants(self) -> list[tuple[int, int, int]]:
-        """Return (tenant, age, number of blocks) in the order of ``blocks``; the age is in allocated blocks."""
-        ages = [(tenant, self.num_taken - queue.used_at, queue) for tenant, queue in sorted(self._queues.items())]
-        return [(tenant, age, queue.blocks.num_free_blocks) for tenant, age, queue in ages]
-
-    def left(self) -> list[tuple[int, int, int]]:
-        """Return what each tenant's queue has left, by tenant number."""
-        lines = [queue.blocks for _, queue in sorted(self._queues.items())]
-        return [each for line in lines if isinstance(line, PinnedFreeQueue) for each in line.left()]
-
     def forget_contents(self) -> None:
         """Keep the order of all blocks, none of which has a content any more."""
         for queue in self._queues.values():
             if isinstance(queue.blocks, PinnedFreeQueue):
                 queue.blocks.forget_contents()
-
-    def restore(
-        self,
-        blocks: Sequence[KVCacheBlock],
-        tenants: Sequence[tuple[int, int, int]],
-        releases: Sequence[tuple[int, int, int]] = (),
-    ) -> None:
-        """Fill an empty queue with another's ``blocks`` and ``tenants``, and with what was ``left`` of releases.
-
-        Raises:
-            ValueError: they do not fit.
-        """
-        counts = [count for _, _, count in tenants]
-        numbers = [tenant for tenant, _, _ in tenants]
-        at = len(blocks) - sum(counts)
-        if at < 0:
-            raise ValueError(f"the free queue's tenants have {sum(counts)} blocks of {len(blocks)}")
-        if min(counts, default=1) < 1:
-            raise ValueError(f"block counts of the free queue's tenants must be at least 1 (got {min(counts)})")
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"the free queue's tenants must be distinct (got {numbers[:16]})")
-        self._uncached.append_n(blocks[:at])
-        left = iter(releases)
-        for tenant, age, count in tenants:
-            part, used_at = blocks[at : at + count], self.num_taken - age
-            queue = self._own(tenant, part, used_at).blocks
-            if isinstance(queue, PinnedFreeQueue):
-                queue.restore(part, _take(left, count))
-            else:
-                queue.append_n(part)
-            at += count
-        self.num_free_blocks = len(blocks)
 
     def _append_to(self, tenant: int, blocks: Sequence[KVCacheBlock], used_at: int) -> None:
         self._own(tenant, blocks, used_at).blocks.append_n(blocks)
@@ -244,15 +202,6 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
             assert queue.blocks.num_free_blocks, f"empty queue of tenant {tenant}"
         assert owners == self._owners, "a block is not in the queue of its owner"
         assert self._uncached.num_free_blocks + len(owners) == self.num_free_blocks, "wrong number of free blocks"
-
-
-def _take(left: Iterator[tuple[int, int, int]], count: int) -> list[tuple[int, int, int]]:
-    """Return the next releases, which together have at least ``count`` blocks if enough are left."""
-    taken: list[tuple[int, int, int]] = []
-    while count > 0 and (release := next(left, None)) is not None:
-        taken.append(release)
-        count -= max(release[2], 1)
-    return taken
 
 
 class FairBlockPool(BlockPool):
@@ -300,22 +249,8 @@ class FairBlockPool(BlockPool):
         if not queue.held[queue.tenant]:
             del queue.held[queue.tenant]
 
-    def left_by_tenant(self) -> list[tuple[int, int, int]]:
-        return self.free_block_queue.tenants()
-
-    def _left(self) -> list[tuple[int, int, int]]:
-        return self.free_block_queue.left()
-
     def _forget_contents(self) -> None:
         self.free_block_queue.forget_contents()
-
-    def _restore_free(
-        self,
-        free: Sequence[KVCacheBlock],
-        tenants: Sequence[tuple[int, int, int]],
-        releases: Sequence[tuple[int, int, int]],
-    ) -> None:
-        self.free_block_queue.restore(free, tenants, releases)
 
 
 class FairPages(FairBlockPool):
@@ -353,19 +288,6 @@ class FairPages(FairBlockPool):
         for tenant, owned in found.items():
             self.act_for(tenant)
             yield owned
-
-    def _restore_free(
-        self,
-        free: Sequence[KVCacheBlock],
-        tenants: Sequence[tuple[int, int, int]],
-        releases: Sequence[tuple[int, int, int]],
-    ) -> None:
-        super()._restore_free(free, tenants, releases)
-        at = len(free) - sum(count for _, _, count in tenants)
-        for tenant, _, count in tenants:
-            for page in free[at : at + count]:
-                self._owner[page.block_id] = tenant
-            at += count
 
 
 def pool_class_for(config: EngineConfig) -> type[BlockPool]:

@@ -162,32 +162,6 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
         self.remove_n(blocks)
         self.append_n(blocks)
 
-    # ---- keyframes
-
-    def left(self) -> list[tuple[int, int, int]]:
-        """Return (order, pin, number of blocks) of each release, in the order of ``blocks``.
-
-        Before them, order 0 stands for blocks without content, if there are any.
-        """
-        found = [(freed.order, freed.pin, freed.blocks.num_free_blocks) for freed in self._freed()]
-        count = self._uncached.num_free_blocks
-        return [(0, 0, count), *found] if count else found
-
-    def restore(self, blocks: Sequence[KVCacheBlock], left: Sequence[tuple[int, int, int]]) -> None:
-        """Fill an empty queue with another's ``blocks`` and what it had ``left``. Raises ValueError if they differ."""
-        if sum(count for _, _, count in left) != len(blocks) or any(min(each) < 0 or not each[2] for each in left):
-            raise ValueError(f"the free queue has {len(blocks)} blocks, and its releases do not (got {left[:8]})")
-        at = 0
-        for order, pin, count in left:
-            part = blocks[at : at + count]
-            at += count
-            if order:
-                freed = self._releases.add(order, pin)
-                self._add(freed, part)
-                self._list(freed)
-            else:
-                self._add_uncached(part, self._uncached.append_n)
-
     # ---- checks
 
     def check(self) -> None:

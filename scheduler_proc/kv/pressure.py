@@ -5,10 +5,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 
 
 class Pressure:
-    """Stops admission from ``kv_pressure_high`` used blocks on, until ``kv_pressure_low``.
-
-    The state needs no keyframe: an idle pool has no used blocks, which ends it.
-    """
+    """Stops admission from ``kv_pressure_high`` used blocks on, until ``kv_pressure_low``."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

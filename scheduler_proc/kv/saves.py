@@ -87,15 +87,6 @@ class Route:
         """Whether nothing is copied, because all of the last copies have failed."""
         return self.num_failures >= MAX_FAILURES
 
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """What affects later decisions while no copy is in flight: the arguments of ``restore``."""
-        return self.choice.num_safe, self.num_failures, self.retry_at
-
-    def restore(self, num_safe: int, num_failures: int, retry_at: int) -> None:
-        self.choice.restore(num_safe)
-        self.num_failures, self.retry_at = num_failures, retry_at
-
     def answered(self, num_failed: int, count: int, seconds: float, step: int) -> None:
         """Count the end of a copy of ``count`` blocks, at ``step``."""
         self.num_failed += num_failed

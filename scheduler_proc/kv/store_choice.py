@@ -37,15 +37,6 @@ class StoreChoice:
         self._seen = (0, 0)
         self.num_unsaved = 0
 
-    @property
-    def num_safe(self) -> int:
-        """What affects later choices while no store is in flight: the argument of ``restore``."""
-        evicted, revived = self._changes()
-        return max(self._num_safe - evicted - revived, 0)
-
-    def restore(self, num_safe: int) -> None:
-        self._num_safe = num_safe
-
     def stored(self, count: int) -> None:
         """Count stored blocks, which are the first in the free queue."""
         self._num_safe += count

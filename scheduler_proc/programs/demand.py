@@ -1,20 +1,10 @@
 """The demand for the pool: what it costs to keep cached contents that nothing uses yet."""
 
-import msgspec
-
 WINDOW_S = 10.0
 LEAST = 0.1
 """Least demand: load may rise while blocks are kept."""
 _MAX_WINDOWS = 32
 """Windows after which what was measured before no longer counts."""
-
-
-class DemandState(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that affects later demands. ``num_evicted``: contents evicted in this window."""
-
-    share: float = 1.0
-    window: int = 0
-    num_evicted: int = 0
 
 
 class Demand:
@@ -45,12 +35,3 @@ class Demand:
             self.share, evicted = (self.share + wanted) / 2.0, 0
         if window > self._window:
             self._window, self._num_before = window, num_evicted
-
-    def state(self, num_evicted: int) -> DemandState:
-        return DemandState(self.share, self._window, num_evicted - self._num_before)
-
-    def restore(self, state: DemandState, num_evicted: int) -> None:
-        """Continue from a state. Raises ValueError if it is invalid."""
-        if not LEAST <= state.share <= 1.0 or state.window < 0 or state.num_evicted < 0:
-            raise ValueError(f"invalid demand for the pool: {state}")
-        self.share, self._window, self._num_before = state.share, state.window, num_evicted - state.num_evicted

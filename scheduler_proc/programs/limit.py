@@ -4,8 +4,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import msgspec
-
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.programs.tools import PauseCounts
 from quire.scheduler_proc.requests.reasons import Decision
@@ -39,25 +37,6 @@ MUCH_RECOMPUTED, LITTLE_RECOMPUTED = 0.1, 0.05
 """Shares of the token budget that recompute lost contexts, above and below which that number falls and grows."""
 MAX_CANDIDATES = 16
 """Programs, the oldest ones, that are considered when there is room for another one."""
-
-
-class LimitState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The limit while no request exists.
-
-    Attributes:
-        pauses: as of ``PauseCounts.state``.
-        wait, max_others, recomputed, num_missed, window_began: see ``ProgramLimit``.
-        admitted: (number, blocks for which it counts) of each admitted program.
-    """
-
-    pauses: list[int]
-    admitted: list[tuple[int, int]] = []
-    idle_checked: float = 0.0
-    max_others: int = 0
-    recomputed: float = 0.0
-    num_missed: int = 0
-    window_began: int = 0
-    wait: float = 0.0
 
 
 class Cache(Protocol):
@@ -313,39 +292,6 @@ class ProgramLimit:
         for request in program.live.values():
             if request in self._waiting:
                 self._waiting.rerank(request)
-
-    # ---- state and checks
-
-    @property
-    def state(self) -> LimitState:
-        return LimitState(
-            self._pauses.state,
-            sorted(self._sizes.items()),
-            self._idle_checked,
-            self.max_others,
-            self.recomputed,
-            self._num_missed,
-            self._window_began,
-            self.wait,
-        )
-
-    def restore(self, state: LimitState, programs: Mapping[int, Program]) -> None:
-        """Continue from a state. ``programs``: all programs, by number.
-
-        Raises:
-            ValueError: the state is invalid.
-        """
-        self._pauses.restore(state.pauses)
-        self.wait, self._idle_checked = state.wait, state.idle_checked
-        self.max_others, self.recomputed = state.max_others, state.recomputed
-        self._num_missed, self._window_began = state.num_missed, state.window_began
-        if strangers := [number for number, _ in state.admitted if number not in programs]:
-            raise ValueError(f"admitted programs are unknown: {strangers[:16]}")
-        self._sizes = dict(state.admitted)
-        self._admitted = {number: programs[number] for number in self._sizes}
-        for program in self._admitted.values():
-            program.is_admitted = True
-        self.size = sum(self._sizes.values())
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants hold."""

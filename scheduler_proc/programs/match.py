@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import msgspec
-
 from quire.scheduler_proc.requests.request import Program
 
 NEAR_TOKENS = 64
@@ -29,16 +27,6 @@ class _Anchor(NamedTuple):
     depth: int
     num_programs: int
     programs: tuple[Program, ...]
-
-
-class TrailState(msgspec.Struct, array_like=True, frozen=True):
-    """The anchors of one program, for a keyframe; see ``_Trail``. Each is (name, depth, is common)."""
-
-    num_first_blocks: int
-    num_first_tokens: int
-    newest: tuple[int, ...]
-    kept: list[tuple[bytes, int, bool]]
-    moving: list[tuple[bytes, int, bool]]
 
 
 class _Trail:
@@ -156,28 +144,6 @@ class Matcher:
         if trail is not None:
             self._drop(trail.kept, program)
             self._drop(trail.moving, program)
-
-    def state(self, program: Program) -> TrailState | None:
-        """Return the anchors of a program, for a keyframe; None if its requests name their job."""
-        trail = self._trails.get(program)
-        if trail is None:
-            return None
-        kept, moving = (
-            [(name, self._anchors[name].depth, not self._anchors[name].programs) for name in names]
-            for names in (trail.kept, trail.moving)
-        )
-        return TrailState(trail.num_first_blocks, trail.num_first_tokens, trail.newest, kept, moving)
-
-    def restore(self, states: Sequence[tuple[Program, TrailState]]) -> None:
-        """Set the anchors of all programs, in a Matcher that has none."""
-        for program, state in states:
-            trail = self._trails[program] = _Trail(state.num_first_blocks, state.num_first_tokens)
-            trail.newest = state.newest
-            for anchors, names in ((state.kept, trail.kept), (state.moving, trail.moving)):
-                for name, depth, was_common in anchors:
-                    self._add(name, depth, program, names)
-                    if was_common:
-                        self._anchors[name] = self._anchors[name]._replace(programs=())
 
     def _grid(self, num_blocks: int) -> Iterator[int]:
         """Yield the fixed depths up to ``num_blocks``."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import msgspec
@@ -11,10 +11,10 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
-from quire.scheduler_proc.costs.costs import Costs, CostState, Prefill
+from quire.scheduler_proc.costs.costs import Costs, Prefill
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.demand import Demand, DemandState
-from quire.scheduler_proc.programs.tools import MAX_TOOLS, Choice, PauseEstimator, ToolPauses, ToolsState
+from quire.scheduler_proc.programs.demand import Demand
+from quire.scheduler_proc.programs.tools import MAX_TOOLS, Choice, PauseEstimator, ToolPauses
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Program, Request
 from quire.scheduler_proc.requests.step_clock import StepClock
@@ -55,21 +55,6 @@ class Pause(msgspec.Struct):
     is_pinned: bool = True
     is_late: bool = False
     is_back: bool = False
-
-
-class PinsState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that affects later pins.
-
-    Attributes:
-        mean_tokens: see ``Pins``.
-    """
-
-    now: float
-    mean_tokens: float = 0.0
-    pauses: list[Pause] = []
-    tools: ToolsState
-    demand: DemandState = DemandState()
-    costs: CostState = CostState()
 
 
 class _Worth(NamedTuple):
@@ -278,32 +263,7 @@ class Pins:
         if self.num_failures == 1:
             log.error("cannot choose how long to keep blocks while a tool runs; they are not kept", reason=error)
 
-    # ---- state, statistics and checks
-
-    @property
-    def state(self) -> PinsState:
-        return PinsState(
-            now=self.now,
-            mean_tokens=self._mean_tokens,
-            pauses=[msgspec.structs.replace(pause) for pause in self.pauses.values()],
-            tools=self._estimator.state,
-            demand=self._demand.state(self._kv.pool.num_evicted_blocks),
-            costs=self._costs.state,
-        )
-
-    def restore(self, state: PinsState) -> None:
-        """Continue from a state, after the pool was restored. Raises ValueError if it is impossible."""
-        pinned = {pause.number for pause in state.pauses if pause.is_pinned}
-        if len(pinned) != sum(pause.is_pinned for pause in state.pauses) or not self._kv.pins.keys() <= pinned:
-            raise ValueError(f"invalid pins: blocks of {sorted(self._kv.pins)[:16]}, pauses of {sorted(pinned)[:16]}")
-        self.now, self._mean_tokens = state.now, state.mean_tokens
-        self.pauses = {pause.number: msgspec.structs.replace(pause) for pause in state.pauses}
-        self._num_pinned = len(pinned)
-        self._due = [(pause.until, pause.number) for pause in state.pauses]
-        heapify(self._due)
-        self._estimator.restore(state.tools)
-        self._demand.restore(state.demand, self._kv.pool.num_evicted_blocks)
-        self._costs.restore(state.costs)
+    # ---- statistics and checks
 
     @property
     def seconds_by_tool(self) -> dict[str, float]:

@@ -9,8 +9,8 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReason, ProgramCounts, Statistics
 from quire.scheduler_proc.costs.costs import Costs
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.limit import Cache, LimitState, ProgramLimit, Queue
-from quire.scheduler_proc.programs.match import Matcher, TrailState
+from quire.scheduler_proc.programs.limit import Cache, ProgramLimit, Queue
+from quire.scheduler_proc.programs.match import Matcher
 from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.reasons import Decision
@@ -19,35 +19,6 @@ from quire.scheduler_proc.requests.step_clock import StepClock
 
 MAX_PROGRAMS = 4096
 """Programs that are remembered. Beyond, the least recently seen program without a request is forgotten."""
-
-
-class ProgramRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A program without requests, with the fields of ProgramState. ``trail``: None if a request has named its job."""
-
-    number: int
-    tenant: int
-    job_id: str
-    num_turns: int
-    num_tokens: int
-    last_seen: float
-    last_request: tuple[int, str]
-    tool: str
-    has_ended: bool
-    trail: TrailState | None
-
-
-class ProgramsState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All programs while no request exists.
-
-    Attributes:
-        now: seconds, as of the last ``Clock``.
-        known: the least recently seen first.
-        limit: None without ``--scheduling-policy program``.
-    """
-
-    now: float
-    known: list[ProgramRecord] = []
-    limit: LimitState | None = None
 
 
 def make_programs(
@@ -264,48 +235,6 @@ class Programs:
                 program.tool = tool[:MAX_TOOL_NAME]
                 self.pins.tool_called(program)
                 return
-
-    @property
-    def state(self) -> ProgramsState:
-        """Everything that affects later decisions, but pins; there must be no requests."""
-        return ProgramsState(
-            self.now,
-            [
-                ProgramRecord(
-                    each.number,
-                    each.tenant,
-                    each.job_id,
-                    each.num_turns,
-                    each.num_tokens,
-                    each.last_seen,
-                    each.last_request,
-                    each.tool,
-                    each.has_ended,
-                    self._matcher.state(each),
-                )
-                for each in self.known.values()
-            ],
-            None if self.limit is None else self.limit.state,
-        )
-
-    def restore(self, state: ProgramsState) -> None:
-        """Continue from a state. Raises ValueError if it does not fit the policy."""
-        if (self.limit is None) != (state.limit is None) or len(state.known) > MAX_PROGRAMS:
-            raise ValueError(f"invalid keyframe: its {len(state.known)} programs do not fit the policy of the header")
-        self.now = state.now
-        trails = []
-        for record in state.known:
-            program: Program = ProgramState(record.number, record.tenant, record.job_id, record.last_seen)
-            program.num_turns, program.num_tokens = record.num_turns, record.num_tokens
-            program.last_request, program.tool = record.last_request, record.tool
-            program.has_ended = record.has_ended
-            self.known[_key(program)] = program
-            self._paused[program] = None
-            if record.trail is not None:
-                trails.append((program, record.trail))
-        self._matcher.restore(trails)
-        if self.limit is not None and state.limit is not None:
-            self.limit.restore(state.limit, {each.number: each for each in self.known.values()})
 
     def check(self) -> None:
         """Raise AssertionError unless the programs and their requests refer to each other."""

@@ -1,10 +1,8 @@
 """Pauses of tools: how long the tool that an answer calls runs, until the next turn of its program arrives."""
 
 from bisect import bisect_left
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import NamedTuple, Protocol
-
-import msgspec
 
 DEFAULT_S = 2.0
 """Seconds for which blocks are kept while too little is known: about what a tool that reads a file takes."""
@@ -55,25 +53,9 @@ class PauseEstimator(Protocol):
         """
         ...
 
-    @property
-    def state(self) -> "ToolsState":
-        """Everything that affects later choices: the argument of ``restore``."""
-        ...
-
-    def restore(self, state: "ToolsState") -> None:
-        """Continue from a state. Raises ValueError if it is invalid."""
-        ...
-
     def tools(self) -> list[str]:
         """Return the names of the tools with enough pauses, those called last at the end."""
         ...
-
-
-class ToolsState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Pauses of all tools, and by tool: the number of open ones, then that of each interval of ``EDGES`` and above."""
-
-    all: list[int]
-    tools: list[tuple[str, list[int]]] = []
 
 
 class PauseCounts:
@@ -131,17 +113,6 @@ class PauseCounts:
         at = bisect_left(counts, share * counts[-1])
         return EDGES[at] if at < len(EDGES) else default
 
-    @property
-    def state(self) -> list[int]:
-        return [self._num_open, *self._counts]
-
-    def restore(self, state: list[int]) -> None:
-        """Raises ValueError if the state is invalid."""
-        if len(state) != len(EDGES) + 2 or min(state) < 0 or sum(state) > MAX_PAUSES:
-            raise ValueError(f"invalid pauses of a tool: {len(state)} counts that add up to {sum(state)}")
-        self._num_open, *self._counts = state
-        self.total = sum(state)
-
 
 class ToolPauses:
     """Learns the pauses of each tool. While a tool has few, those of all tools count."""
@@ -172,17 +143,6 @@ class ToolPauses:
         if len(self._tools) > MAX_TOOLS:
             del self._tools[next(iter(self._tools))]
         return counts
-
-    @property
-    def state(self) -> ToolsState:
-        return ToolsState(self._all.state, [(name, counts.state) for name, counts in self._tools.items()])
-
-    def restore(self, state: ToolsState) -> None:
-        if len(state.tools) > MAX_TOOLS:
-            raise ValueError(f"invalid pauses: {len(state.tools)} tools, at most {MAX_TOOLS} are remembered")
-        self._all.restore(state.all)
-        for name, counts in islice(state.tools, MAX_TOOLS):
-            self._counts(name).restore(counts)
 
     def tools(self) -> list[str]:
         return [name for name, counts in self._tools.items() if counts.total >= MIN_PAUSES]

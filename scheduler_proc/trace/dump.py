@@ -100,7 +100,7 @@ def lines_of_frames(records: Iterable[Record]) -> Iterator[Line]:
                 yield ClientDropped(now=record.now, client=record.client)
             case RecordKind.WORKER_EPOCH | RecordKind.NEW_WORKERS as kind:
                 yield WorkerEpoch(now=record.now, new_workers=kind is RecordKind.NEW_WORKERS)
-            case RecordKind.BUDGET_HALVED | RecordKind.KEYFRAME | RecordKind.SNAPSHOT:
+            case RecordKind.BUDGET_HALVED | RecordKind.KEYFRAME:
                 pass
 
 

@@ -18,7 +18,6 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
-from quire.scheduler_proc.trace.keyframe import IdleState, encode_state
 from quire.scheduler_proc.trace.snapshot import take
 
 
@@ -31,9 +30,8 @@ class RecordKind(enum.IntEnum):
     * CLIENT_DROPPED: a front end disconnected.
     * WORKER_EPOCH: running requests restarted on the same workers.
     * BUDGET_HALVED: the token budget of steps was halved.
-    * KEYFRAME: the state of the Scheduler while it was idle.
+    * KEYFRAME: the state of the Scheduler.
     * NEW_WORKERS: running requests restarted on new workers.
-    * SNAPSHOT: the state of the Scheduler at any other moment; a keyframe too.
     """
 
     CONSUMED = 1
@@ -44,10 +42,6 @@ class RecordKind(enum.IntEnum):
     BUDGET_HALVED = 6
     KEYFRAME = 7
     NEW_WORKERS = 8
-    SNAPSHOT = 9
-
-
-KEYFRAMES = (RecordKind.KEYFRAME, RecordKind.SNAPSHOT)
 
 
 class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -56,7 +50,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
     client: int = 0
     frames: tuple[bytes, ...] = ()
     live: tuple[Any, ...] = ()
-    """Objects to which a snapshot refers; not in the ring's bytes, because most of them are also the requests'."""
+    """Objects to which a keyframe refers; not in the ring's bytes, because most of them are also the requests'."""
 
 
 RECORD_BYTES = 88
@@ -65,9 +59,9 @@ FRAME_BYTES = 72
 
 
 KEYFRAMES_PER_RING = 4
-"""Most keyframes in the ring: each is at most 1/4 of it, and at least 1/4 is recorded between two.
-
-Under load one is taken only after half of a ring: the oldest records that a dump cannot replay are less than that."""
+"""Most keyframes in the ring: each is at most 1/4 of it, and at least 1/4 is recorded between two."""
+KEYFRAMES_UNDER_LOAD = 2
+"""The same for those that delay a step: the oldest records that a dump cannot replay are less than half of the ring."""
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
@@ -106,8 +100,8 @@ class EventLog:
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
         self._records: deque[Record] = deque()
-        self._appended = self._dropped_bytes = self._at_keyframe = self._at_snapshot = 0
-        """Bytes appended since the start, bytes dropped, and bytes appended before the last keyframe, or try of one."""
+        self._appended = self._dropped_bytes = self._at_keyframe = 0
+        """Bytes appended since the start, bytes dropped, and bytes appended up to the last keyframe, or try of one."""
         self._max_bytes = max_bytes
         self.dropped = 0
 
@@ -130,43 +124,30 @@ class EventLog:
     def token_budget_halved(self, now: float) -> None:
         self._append(Record(RecordKind.BUDGET_HALVED, now))
 
-    @property
-    def is_keyframe_due(self) -> bool:
-        """Whether enough was recorded since the last keyframe."""
-        return (self._appended - self._at_keyframe) * KEYFRAMES_PER_RING >= self._max_bytes
+    def is_keyframe_due(self, *, idle: bool) -> bool:
+        """Whether enough was recorded since the last keyframe. ``idle``: one would delay no step."""
+        share = KEYFRAMES_PER_RING if idle else KEYFRAMES_UNDER_LOAD
+        return (self._appended - self._at_keyframe) * share >= self._max_bytes
 
-    def keyframe(self, now: float, state: IdleState) -> None:
-        """Record the state of an idle Scheduler, unless it is so large that a few would fill the ring."""
-        self._keyframe(Record(RecordKind.KEYFRAME, now, 0, (encode_state(state),)))
-        self._at_keyframe = self._appended
-
-    @property
-    def is_snapshot_due(self) -> bool:
-        """Whether enough was recorded since the last keyframe to need one under load."""
-        return (self._appended - max(self._at_keyframe, self._at_snapshot)) * 2 >= self._max_bytes
-
-    def snapshot(self, now: float, scheduler: Scheduler) -> None:
-        """Record the state of a Scheduler at any moment, unless it is too large. O(blocks + requests)."""
+    def keyframe(self, now: float, scheduler: Scheduler) -> None:
+        """Record the state of a Scheduler, unless it is so large that a few would fill the ring. O(blocks)."""
         state, live = take(scheduler)
-        self._keyframe(Record(RecordKind.SNAPSHOT, now, 0, (msgspec.msgpack.encode(state),), tuple(live)))
-        self._at_snapshot = self._appended
-
-    def _keyframe(self, record: Record) -> None:
+        record = Record(RecordKind.KEYFRAME, now, 0, (msgspec.msgpack.encode(state),), tuple(live))
         if len(record.frames[0]) * KEYFRAMES_PER_RING <= self._max_bytes:
             self._append(record)
-            self._at_keyframe = self._appended
+        self._at_keyframe = self._appended
 
     @property
     def complete(self) -> bool:
         """Whether ``readable`` starts at the start of the run or at a keyframe."""
-        return self.dropped == 0 or any(record.kind in KEYFRAMES for record in self._records)
+        return self.dropped == 0 or any(record.kind == RecordKind.KEYFRAME for record in self._records)
 
     def readable(self) -> list[Record]:
         """Return the records from the first at which a replay can start, or all records."""
         records = list(self._records)
         if self.dropped == 0:
             return records
-        first = (at for at, record in enumerate(records) if record.kind in KEYFRAMES)
+        first = (at for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME)
         return records[next(first, 0) :]
 
     def __iter__(self) -> Iterator[Record]:

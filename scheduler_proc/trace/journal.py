@@ -21,7 +21,6 @@ from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.files import TraceFiles
 from quire.scheduler_proc.trace.kept_costs import KeptCosts
-from quire.scheduler_proc.trace.keyframe import idle_state
 from quire.scheduler_proc.trace.lines import End
 from quire.scheduler_proc.trace.recorder import TraceRecorder
 from quire.scheduler_proc.trace.translate import make_header
@@ -159,8 +158,7 @@ class Journal:
             self.log.produced(now, frames)
         if self._recorder is not None:
             self._recorder.decided(now, step)
-        if self.log.is_snapshot_due and self._scheduler is not None:
-            self.log.snapshot(now, self._scheduler)
+        self._keep_keyframe(now, idle=False)
 
     def note(self, decisions: list[Decision]) -> None:
         """Record and log why requests wait, were preempted, or lost cached contents."""
@@ -179,10 +177,12 @@ class Journal:
         if self._writer is not None:
             self._writer.flush()
         self._keep_costs()
-        if self._scheduler is not None and self.log.is_keyframe_due:
-            state = idle_state(self._scheduler)
-            if state is not None:
-                self.log.keyframe(self._clock(), state)
+        if self._scheduler is not None and self._scheduler.is_idle:
+            self._keep_keyframe(self._clock(), idle=True)
+
+    def _keep_keyframe(self, now: float, *, idle: bool) -> None:
+        if self._scheduler is not None and self.log.is_keyframe_due(idle=idle):
+            self.log.keyframe(now, self._scheduler)
 
     # ---- the end, and looking in
 

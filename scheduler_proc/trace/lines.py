@@ -23,7 +23,6 @@ from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, En
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
-from quire.scheduler_proc.trace.keyframe import IdleState
 from quire.scheduler_proc.trace.snapshot import Snapshot
 
 FORMAT = "quire-trace"
@@ -79,13 +78,20 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
 
 
 class Keyframe(Line, frozen=True, kw_only=True, tag="keyframe"):
-    """The start of an incomplete trace; occurs nowhere else. Its hashes are cut.
+    """The start of an incomplete trace; occurs nowhere else.
 
-    It has one of two: ``state``, that of an idle scheduler, or ``snapshot``, that of any other one.
+    Attributes:
+        snapshot: the state, with hashes that are cut; None in a line of before 2026-11-28, which had another form.
+        num_requests, stale_until, handles, removed: parts of it that are used without a Scheduler: the number of
+            requests, the step up to which results are ignored, the handles of the last result that had them, and those
+            that the next diff removes.
     """
 
     now: float
-    state: IdleState | None = None
+    num_requests: int = 0
+    stale_until: int = -1
+    handles: list[int] = []
+    removed: list[int] = []
     snapshot: Snapshot | None = None
 
 

@@ -10,10 +10,10 @@ from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
-from quire.scheduler_proc.trace.event_log import KEYFRAMES, Record, RecordKind, TraceHeader
-from quire.scheduler_proc.trace.keyframe import decode_state, restore
+from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.lines import Line
-from quire.scheduler_proc.trace.snapshot import continue_from, decode_snapshot
+from quire.scheduler_proc.trace.snapshot import decode_snapshot
+from quire.scheduler_proc.trace.snapshot_reader import continue_from
 from quire.scheduler_proc.trace.translate import (
     Counts,
     arrival_line,
@@ -23,7 +23,6 @@ from quire.scheduler_proc.trace.translate import (
     keyframe_line,
     lengths_of,
     result_line,
-    snapshot_keyframe,
     snapshot_line,
     step_line,
     tick_line,
@@ -162,7 +161,7 @@ class TraceRecorder:
 
 
 def begins_at_keyframe(records: Sequence[Record]) -> bool:
-    return bool(records) and records[0].kind in KEYFRAMES
+    return bool(records) and records[0].kind == RecordKind.KEYFRAME
 
 
 def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: bool = False) -> Iterator[Line]:
@@ -180,13 +179,9 @@ def lines_of_log(header: TraceHeader, records: Iterable[Record], *, prompts: boo
     for index, record in enumerate(records):
         match RecordKind(record.kind):
             case RecordKind.KEYFRAME if index == 0:
-                state = decode_state(record.frames[0])
-                restore(scheduler, state)
-                lines.append(keyframe_line(record.now, state, header))
-            case RecordKind.SNAPSHOT if index == 0:
                 continue_from(scheduler, decode_snapshot(record.frames[0]), record.live)
                 recorder = TraceRecorder(scheduler, decision_log, make_immediately(lines.append), prompts=prompts)
-                lines.append(snapshot_keyframe(record.now, scheduler, header))
+                lines.append(keyframe_line(record.now, scheduler, header))
             case RecordKind.CONSUMED:
                 event = codec.decode(record.frames).message
                 scheduler.consume(event, record.client)

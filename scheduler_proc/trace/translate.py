@@ -21,7 +21,6 @@ from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import Hit
 from quire.scheduler_proc.trace.event_log import TraceHeader
-from quire.scheduler_proc.trace.keyframe import IdleState, with_short_hashes
 from quire.scheduler_proc.trace.lines import (
     FORMAT,
     HASH_BYTES,
@@ -41,7 +40,7 @@ from quire.scheduler_proc.trace.lines import (
     Tick,
     WorkerEpoch,
 )
-from quire.scheduler_proc.trace.snapshot import Node, PoolState, take
+from quire.scheduler_proc.trace.snapshot import Column, PoolState, Table, take
 
 Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]], dict[str, tuple[int, int, int]]]
 """Running requests, waiting requests, free blocks, cached blocks, (job id, blocks) of each pin, and ``tier_blocks``."""
@@ -74,15 +73,7 @@ def make_header(
     )
 
 
-def keyframe_line(now: float, state: IdleState, header: TraceHeader) -> Keyframe:
-    state = with_short_hashes(state, KEY_BYTES[header.config.prefix_caching_hash_algo])
-    if (known := state.adapters) is not None:
-        places = [(number, without_folder(ref), slot, last) for number, ref, slot, last in known.places]
-        state = msgspec.structs.replace(state, adapters=msgspec.structs.replace(known, places=places))
-    return Keyframe(now=now, state=state)
-
-
-def snapshot_keyframe(now: float, scheduler: Scheduler, header: TraceHeader) -> Keyframe:
+def keyframe_line(now: float, scheduler: Scheduler, header: TraceHeader) -> Keyframe:
     hash_bytes, digests = KEY_BYTES[header.config.prefix_caching_hash_algo], scheduler.adapters.slots.known
 
     def short(key: bytes) -> bytes:
@@ -94,12 +85,16 @@ def snapshot_keyframe(now: float, scheduler: Scheduler, header: TraceHeader) -> 
         return scheduling_params(each) if isinstance(each, SamplingParams) else each
 
     state, _ = take(scheduler, public)
-    names = [name for name, _ in state.kinds]
-    nodes = [
-        Node(node.kind, node.values, [short(key) for key in node.data])
-        if node.data and names[node.kind] != "ndarray"
-        else node
-        for node in state.nodes
+    tables = [
+        table
+        if table.name == "ndarray"
+        else Table(
+            table.name,
+            table.num_objects,
+            table.fields,
+            [Column(each.values, each.numbers, list(map(short, each.data))) for each in table.columns],
+        )
+        for table in state.tables
     ]
     pools = [
         PoolState(
@@ -109,7 +104,14 @@ def snapshot_keyframe(now: float, scheduler: Scheduler, header: TraceHeader) -> 
         )
         for pool in state.pools
     ]
-    return Keyframe(now=now, snapshot=msgspec.structs.replace(state, nodes=nodes, pools=pools))
+    return Keyframe(
+        now=now,
+        num_requests=len(scheduler.table.requests),
+        stale_until=scheduler.results.stale_until,
+        handles=scheduler.in_flight.handles.tolist(),
+        removed=scheduler.table.ended_handles[0],
+        snapshot=msgspec.structs.replace(state, tables=tables, pools=pools),
+    )
 
 
 def public_config(config: EngineConfig) -> EngineConfig:

@@ -128,10 +128,12 @@ def timed_steps(trace: Iterable[TraceLine]) -> list[TimedStep]:
             case Header(restarted=True):
                 rows = SimulatedRows()
                 shapes.clear()
-            case Keyframe(state=None):
-                raise ConfigError(f"{entry.file}: cannot fit to a trace that begins while requests run: give --cost")
-            case Keyframe(state=state) if state is not None:
-                rows.hold(state.removed)
+            case Keyframe(num_requests=num_requests, removed=removed):
+                if num_requests:
+                    raise ConfigError(
+                        f"{entry.file}: cannot fit to a trace that begins while requests run: give --cost"
+                    )
+                rows.hold(removed)
             case Lost():
                 break
             case _:

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from quire.launch.replay.core.opaque import OpaqueTokens
 from quire.scheduler_proc.core.scheduler import Scheduler
-from quire.scheduler_proc.trace.keyframe import restore
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe
-from quire.scheduler_proc.trace.snapshot import continue_from
+from quire.scheduler_proc.trace.snapshot_reader import continue_from
 
 
 def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival], None] | None) -> None:
@@ -15,13 +14,10 @@ def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival], 
     Raises:
         ValueError, TypeError, LookupError: the state is impossible.
     """
-    if line.state is not None:
-        restore(scheduler, line.state)
-    elif line.snapshot is not None:
-        size = scheduler.kv.block_size
-        continue_from(scheduler, line.snapshot, make_tokens=lambda _, count, names: OpaqueTokens(count, size, names))
-    else:
+    if line.snapshot is None:
         raise ValueError("invalid keyframe: it has no state")
+    size = scheduler.kv.block_size
+    continue_from(scheduler, line.snapshot, make_tokens=lambda _, count, names: OpaqueTokens(count, size, names))
     for request in scheduler.table.requests.values():
         if arrived is not None and request.leader is None:  # a beam has no arrival
             arrived(

@@ -12,7 +12,7 @@ from quire.launch.replay.recorded import version_1
 from quire.launch.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.protocol.errors import ConfigError, QuireError
 from quire.scheduler_proc.trace import lines
-from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Lost
+from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Keyframe, Lost
 
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, QuireError)
 """Errors of decoding a line; QuireError: invalid sampling parameters."""
@@ -137,6 +137,11 @@ class TraceReader:
         except _UNREADABLE as error:
             what = "is cut short" if not raw.endswith(b"\n") else f"is damaged: {error}"
             return self._damaged(f"{file}:{number}: the line {what}", number, name)
+        if isinstance(line, Keyframe) and line.snapshot is None:
+            raise ConfigError(
+                f"{file}:{number}: the trace begins at a keyframe of a Quire from before 2026-11-28, whose form is not "
+                "read any more: only such a Quire replays it"
+            )
         body, _, crc = raw.rpartition(_CRC)
         if crc32(b"}", crc32(body)) == line.crc and crc.rstrip() == b"%d}" % line.crc:  # the bytes are unchanged
             return TraceLine(line, number, name)

@@ -90,11 +90,9 @@ class RequestOutcomes:
                 self._add_hashes(line.hashes)
                 self._add_pending()
                 self._sampling, self._stale_until = [], self._step
-            case Keyframe(state=state, snapshot=snapshot):
-                if state is not None:
-                    self._step, self._stale_until, self._sampling = state.step, state.stale_until, state.rows
-                elif snapshot is not None:
-                    self._step = snapshot.step
+            case Keyframe(snapshot=snapshot):
+                self._step = 0 if snapshot is None else snapshot.step
+                self._stale_until, self._sampling = line.stale_until, line.handles
             case Header(restarted=True):
                 self._restart()
             case Header() | StepSnapshot() | PrefixCacheEvent() | Lost() | End():

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from keyframed_runs import dump_of, long_lived
+from scheduler_driver import change
 from traced_runs import write_trace
 
 from quire.launch.replay.costs.fitted import fit
@@ -14,13 +14,14 @@ from quire.launch.replay.recorded.command import replay_trace
 from quire.launch.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe, Result, StepDecision
+from quire.scheduler_proc.trace.snapshot import Column
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
-    return dump_of(long_lived(50_000), tmp_path)
+    return dump_of(long_lived(90_000), tmp_path)
 
 
 def test_dump_replays_exactly(dump: Path) -> None:
@@ -35,8 +36,13 @@ def test_dump_replays_exactly(dump: Path) -> None:
 def test_altered_keyframe_is_a_difference(dump: Path) -> None:
     header, keyframe, *lines = [entry.line for entry in TraceReader(dump)]
     assert isinstance(keyframe, Keyframe)
-    state = msgspec.structs.replace(keyframe.state, free_blocks=keyframe.state.free_blocks[::-1])
-    write_trace(dump, [header, msgspec.structs.replace(keyframe, state=state), *lines])
+    tables = [
+        change(table, columns=[table.columns[0], Column(numbers=table.columns[1].numbers[::-1])])
+        if table.name == "queue"
+        else table
+        for table in keyframe.snapshot.tables
+    ]
+    write_trace(dump, [header, change(keyframe, snapshot=change(keyframe.snapshot, tables=tables)), *lines])
     assert replay_trace(dump).decisions_equal is False
 
 
@@ -58,5 +64,14 @@ def test_fits_cost_to_dump(dump: Path) -> None:
     """The dump's first step removes a row from before its beginning."""
     lines = [entry.line for entry in TraceReader(dump)]
     first = next(line for line in lines if isinstance(line, StepDecision))
-    assert first.removed and isinstance(lines[1], Keyframe) and lines[1].state.removed == first.removed
+    assert first.removed and isinstance(lines[1], Keyframe) and lines[1].removed == first.removed
     assert len(fit(dump).errors) >= 50
+
+
+def test_refuses_keyframe_of_an_earlier_version(dump: Path) -> None:
+    """It has another form under another name, which is no longer read."""
+    header, keyframe, *lines = [entry.line for entry in TraceReader(dump)]
+    write_trace(dump, [header, Keyframe(now=keyframe.now), *lines])
+    for use in (lambda: load(dump, LoadOptions(lenient=True)), lambda: replay_trace(dump), lambda: fit(dump)):
+        with pytest.raises(ConfigError, match=r":2: .* keyframe of a Quire from before 2026-11-28"):
+            use()

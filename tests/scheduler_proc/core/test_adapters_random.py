@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fake_adapters import adapter_ref
-from keyframed_runs import keyframe_of
+from keyframed_runs import keyframe_of, tails
 from lines_in_memory import numbered, record_log
 from log_replay import replay
 from scheduler_driver import Driver
@@ -14,9 +14,6 @@ from scheduler_long_run import long_run
 from tiers import thinned
 
 from quire.launch.replay.recorded.exact import replay_lines
-from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.scheduler_proc.trace.event_log import RecordKind
-from quire.scheduler_proc.trace.keyframe import AdaptersState, decode_state, idle_state, restore
 from quire.scheduler_proc.trace.lines import Keyframe, decode_line, encode_line
 
 SEEDS = range(12)
@@ -68,42 +65,17 @@ def test_replay_from_a_keyframe_repeats_all_decisions(seed: int, max_loras: int)
         driver.run()
 
     burst("before")
-    state = keyframe_of(driver)
-    assert state.adapters is not None and state.adapters.places
+    assert driver.scheduler.adapters.slots.known
+    keyframe_of(driver)
     burst("after")
-    records = list(driver.log)
-    tail = records[next(at for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME) :]
+    (tail,) = tails(driver)
     assert replay(driver.header, tail, check=True) is None
     lines = [decode_line(encode_line(line)) for line in record_log(driver.header, tail)]
-    keyframe = lines[1]
-    assert isinstance(keyframe, Keyframe) and keyframe.state.adapters is not None
-    assert not any(ref.path for _, ref, _, _ in keyframe.state.adapters.places), "a trace has no folders"
+    assert isinstance(lines[1], Keyframe)
+    refs = [table for table in lines[1].snapshot.tables if table.name.endswith("AdapterRef")]
+    paths = {path for table in refs for path in table.columns[table.fields.index("path")].values}
+    assert paths == {""}, "a trace has no folders"
     assert replay_lines(numbered(lines), check=True) is None
-    again = driver.header.make_scheduler()
-    restore(again, decode_state(tail[0].frames[0]))
-    again.check()
-    assert idle_state(again) == state
-
-
-PLACE = AdapterRef("a", bytes(32), "")
-OTHER = AdapterRef("b", bytes([1]) * 32, "")
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        AdaptersState(last_number=1, places=[(2, PLACE, 0, 0)]),
-        AdaptersState(last_number=2, places=[(1, PLACE, 9, 0)]),
-        AdaptersState(last_number=2, places=[(1, PLACE, 0, 0), (2, OTHER, 0, 0)]),
-        AdaptersState(last_number=2, places=[(1, PLACE, 0, 0), (1, OTHER, 1, 0)]),
-        AdaptersState(last_number=2, places=[(1, PLACE, 0, 0)], dropped=[1]),
-        AdaptersState(last_number=9, places=[(i, AdapterRef("c", bytes([i]) * 32, ""), -1, 0) for i in range(1, 6)]),
-    ],
-)
-def test_impossible_keyframe_is_refused(state: AdaptersState) -> None:
-    driver = Driver(enable_lora=True, max_loras=2, max_cpu_loras=4)
-    with pytest.raises(ValueError, match="adapter"):
-        driver.scheduler.adapters.slots.restore(state.last_number, state.places, state.dropped)
 
 
 @pytest.mark.full

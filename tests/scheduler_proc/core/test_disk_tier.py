@@ -165,7 +165,7 @@ def test_contents_of_bad_requests_are_overwritten(num_host_pages: int) -> None:
     engine.settle()
     found = {page.key for at, page in engine.worker.host.pages.items() if at in engine.worker.host.disk}
     assert engine.scheduler.kv.disk is not None
-    assert found == {key for _, key in engine.scheduler.kv.disk.pages.contents()}
+    assert found == {page.block_hash for page in engine.scheduler.kv.disk.pages.blocks if page.block_hash}
     assert disk_of(engine).num_stored > len(found)
 
 

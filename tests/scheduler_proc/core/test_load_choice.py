@@ -203,7 +203,7 @@ def test_what_ends_a_split_leaves_nothing_behind(end: str, when: str, async_sche
             assert engine.replay_lines() is None
             return
         case "late":
-            for number in range(engine.scheduler.transfers.state[0] + 1):
+            for number in range(engine.scheduler.transfers._numbers.last + 1):
                 engine.consume(LoadLate(number))
         case "failed":
             engine.worker.host.pages.clear()

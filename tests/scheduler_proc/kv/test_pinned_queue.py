@@ -9,7 +9,6 @@ from free_queue_model import Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import CacheCase, full, layout_of, sliding, step
-from scheduler_driver import Driver
 from tiers import thinned
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -18,7 +17,6 @@ from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.pinned_queue import PinnedFreeQueue
 from quire.scheduler_proc.kv.releases import Line, Releases
-from quire.scheduler_proc.trace.keyframe import decode_state, encode_state, idle_state, restore
 
 POOLS: list[Callable[..., BlockPool]] = [BlockPool, FairBlockPool]
 
@@ -195,45 +193,7 @@ def test_a_tenant_cannot_protect_itself_against_others_by_pins() -> None:
     assert found(kv, 100, 17) <= 16 and kv.pool.num_free_blocks == 12
 
 
-# ---- keyframes and checks
-
-
-@pytest.mark.parametrize("make", POOLS)
-def test_a_restored_pool_evicts_in_the_same_order(make: Callable[..., BlockPool]) -> None:
-    kv = managed(20, make)
-    for handle, pin in enumerate((1, 0, 2, 0, 1)):
-        served(kv, handle, handle * 100, 9 + 4 * (handle % 2), pin=pin, tenant=handle % 2)
-    pool, other = kv.pool, managed(20, make).pool
-    ids = [block.block_id for block in pool.free_block_queue.blocks()]
-    other.restore(ids, pool.contents(), pool.left_by_tenant(), pool.left_by_release())
-    other.check()
-    for each in (pool, other):
-        each.unpin(1)
-    assert [b.block_id for b in other.free_block_queue.blocks()] == [b.block_id for b in pool.free_block_queue.blocks()]
-    assert pool.pins == other.pins and pool.left_by_release() == other.left_by_release()
-
-
-@pytest.mark.parametrize("num_tenants", [0, 2])
-def test_keyframes_restore_releases(num_tenants: int) -> None:
-    driver = Driver(num_blocks=30, scheduling_policy="continuum", num_tenants=num_tenants)
-    for number in range(6):
-        prompt = [*range(9), *(number for _ in range(3 * number))]
-        driver.add(f"r{number}", prompt, max_tokens=3, tenant=number % 3 if num_tenants else 0)
-        driver.run()
-    state = idle_state(driver.scheduler)
-    assert state is not None and len(state.releases) > 2
-    other = driver.header.make_scheduler()
-    restore(other, decode_state(encode_state(state)))
-    other.check()
-    assert idle_state(other) == state
-
-
-@pytest.mark.parametrize("odd", [[(1, 0, 3)], [(1, 0, 0), (0, 0, 8)], [(-1, 0, 8)], [(1, -1, 8)]], ids=str)
-def test_releases_that_do_not_fit_are_refused(odd: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(ValueError, match="releases"):
-        managed(8).pool.restore(list(range(1, 9)), [], releases=odd)
-    with pytest.raises(ValueError, match="releases"):
-        BlockPool(9, True).restore(list(range(1, 9)), [], releases=odd)
+# ---- checks
 
 
 def test_check_fails_on_a_block_in_the_wrong_place() -> None:

@@ -319,7 +319,7 @@ def test_a_prefix_of_many_programs_identifies_none_even_when_most_are_forgotten(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
-def test_anchors_stay_consistent_and_survive_a_keyframe(seed: int) -> None:
+def test_anchors_stay_consistent(seed: int) -> None:
     rng = random.Random(seed)
     matcher, live = Matcher(BLOCK), []
     for number in range(1, 60):
@@ -336,11 +336,6 @@ def test_anchors_stay_consistent_and_survive_a_keyframe(seed: int) -> None:
         if live and rng.random() < 0.2:
             matcher.forget(live.pop(rng.randrange(len(live))))
         matcher.check()
-    restored = Matcher(BLOCK)
-    states = [(program, state) for program in live if (state := matcher.state(program)) is not None]
-    restored.restore(states)
-    restored.check()
-    assert [(program, restored.state(program)) for program, _ in states] == states
     for program in live:
         matcher.forget(program)
     assert matcher.find(0, [bytes(at + 1) for at in range(60)], 240) is None

@@ -4,7 +4,6 @@ import logging
 import random
 from typing import Any
 
-import msgspec
 import pytest
 from scheduler_driver import Driver, make_config, make_layout
 
@@ -16,7 +15,6 @@ from quire.scheduler_proc.programs.demand import LEAST, Demand
 from quire.scheduler_proc.programs.pins import Pins
 from quire.scheduler_proc.programs.tools import MIN_PAUSES, ToolPauses
 from quire.scheduler_proc.requests.events import Clock
-from quire.scheduler_proc.trace.keyframe import decode_state, encode_state, idle_state, restore
 from quire.scheduler_proc.trace.lines import StepDecision, StepSnapshot
 
 CONTINUUM = {"scheduling_policy": "continuum", "max_num_batched_tokens": 64}
@@ -282,36 +280,6 @@ def test_a_recorded_run_replays_exactly(seed: int) -> None:
     reasons = [reason for line in agents.lines() if isinstance(line, StepDecision) for reason in line.reasons]
     assert {reason.reason for reason in reasons if reason.what == "pin"} == {"none", "grep", "build"}
     assert {reason.reason for reason in reasons if reason.what == "unpin"} <= agents.pins().pins_ended.keys()
-
-
-def test_a_keyframe_has_pins_and_what_was_learned() -> None:
-    agents = _conversations(4)
-    agents.finish()
-    agents.turn("job 9", TURN, "grep")
-    state = idle_state(agents.scheduler)
-    assert state is not None and state.pins is not None and state.pins.pauses and state.pins.tools.tools
-    other = agents.header.make_scheduler()
-    restore(other, decode_state(encode_state(state)))
-    other.check()
-    again = idle_state(other)
-    assert again is not None and msgspec.structs.replace(again, cached=state.cached) == state
-
-
-def test_an_impossible_keyframe_is_refused() -> None:
-    agents = Agents()
-    agents.learn("grep", 5.0)
-    agents.turn("job", TURN, "grep")
-    state = idle_state(agents.scheduler)
-    assert state is not None and state.pins is not None
-    for pins in (
-        msgspec.structs.replace(state.pins, pauses=[]),
-        msgspec.structs.replace(state.pins, pauses=state.pins.pauses * 2),
-    ):
-        with pytest.raises(ValueError, match="invalid pins"):
-            restore(agents.header.make_scheduler(), msgspec.structs.replace(state, pins=pins))
-    with pytest.raises(ValueError, match="keeps none"):
-        bare = msgspec.structs.replace(state, free_blocks=list(range(1, 33)), cached=[], releases=[], programs=None)
-        restore(Driver().scheduler, bare)
 
 
 def test_an_estimator_that_fails_is_counted_and_logged_once(

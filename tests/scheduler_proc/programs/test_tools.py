@@ -15,7 +15,6 @@ from quire.scheduler_proc.programs.tools import (
     MIN_PAUSES,
     NUM_ENDLESS,
     ToolPauses,
-    ToolsState,
 )
 
 CHEAP = 1e-6
@@ -99,25 +98,4 @@ def test_memory_is_bounded() -> None:
     for number in range(3000):
         tools.ended(f"tool {number}", rng.expovariate(0.1), was_late=rng.random() < 0.2)
         tools.late("every")
-    state = tools.state
-    assert len(state.tools) == MAX_TOOLS and sum(state.all) <= MAX_PAUSES
-
-
-def test_a_restored_estimator_continues_as_the_first() -> None:
-    rng, tools = random.Random(7), ToolPauses()
-    for restored in (False, True):
-        other = ToolPauses()
-        other.restore(tools.state)
-        for _ in range(400):
-            tool, seconds, late = rng.choice("abc"), rng.expovariate(0.1), rng.random() < 0.3
-            for each in (tools, other) if restored else (tools,):
-                each.late(tool) if late else None
-                each.ended(tool, seconds, was_late=late)
-        if restored:
-            assert other.state == tools.state and other.choose("a", 1.0, 0.01) == tools.choose("a", 1.0, 0.01)
-
-
-@pytest.mark.parametrize("counts", [[1], [-1] * 69, [MAX_PAUSES] * (len(EDGES) + 2)])
-def test_an_impossible_state_is_refused(counts: list[int]) -> None:
-    with pytest.raises(ValueError, match="invalid pauses of a tool"):
-        ToolPauses().restore(ToolsState(counts))
+    assert len(tools._tools) == MAX_TOOLS and tools._all.total <= MAX_PAUSES

@@ -6,15 +6,18 @@ from pathlib import Path
 from scheduler_driver import Driver
 
 from quire.scheduler_proc.trace.dump import Dump, write_dump
-from quire.scheduler_proc.trace.event_log import EventLog
-from quire.scheduler_proc.trace.keyframe import IdleState, idle_state
+from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
 
 
-def keyframe_of(driver: Driver) -> IdleState:
-    state = idle_state(driver.scheduler)
-    assert state is not None
-    driver.log.keyframe(0.0, state)
-    return state
+def keyframe_of(driver: Driver) -> None:
+    """Record a keyframe in the event log."""
+    driver.log.keyframe(0.0, driver.scheduler)
+
+
+def tails(driver: Driver) -> list[list[Record]]:
+    """Return the event log from each keyframe on."""
+    records = list(driver.log)
+    return [records[at:] for at, record in enumerate(records) if record.kind == RecordKind.KEYFRAME]
 
 
 def long_lived(max_bytes: int, bursts: int = 40) -> Driver:
@@ -26,7 +29,7 @@ def long_lived(max_bytes: int, bursts: int = 40) -> Driver:
     prefix = list(range(9))
     for burst in range(bursts):
         driver.run()
-        if driver.log.is_keyframe_due:
+        if driver.log.is_keyframe_due(idle=True):
             keyframe_of(driver)
         for index in range(6):
             driver.add(f"{burst}-{index}", [*prefix[: rng.randrange(10)], rng.randrange(99)], max_tokens=9)

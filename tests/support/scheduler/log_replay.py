@@ -10,8 +10,8 @@ from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
-from quire.scheduler_proc.trace.keyframe import decode_state, idle_state, restore
-from quire.scheduler_proc.trace.snapshot import continue_from, decode_snapshot
+from quire.scheduler_proc.trace.snapshot import decode_snapshot, take
+from quire.scheduler_proc.trace.snapshot_reader import continue_from
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Difference(msgspec.Struct, frozen=True):
 def replay(header: TraceHeader, records: Iterable[Record], *, check: bool = False) -> Difference | None:
     """Feed a new Scheduler what the recorded one consumed; return None when every decision is the same.
 
-    A keyframe as the first record is the starting state; a later one must equal the Scheduler's state.
+    A keyframe as the first record is the starting state, all of which the Scheduler must then have.
 
     Args:
         check: call the Scheduler's ``check()`` after every record.
@@ -57,14 +57,12 @@ def _replay_record(
         case RecordKind.BUDGET_HALVED:
             scheduler.halve_token_budget()
         case RecordKind.KEYFRAME if index == 0:
-            restore(scheduler, decode_state(record.frames[0]))
-        case RecordKind.SNAPSHOT:
-            if index == 0:
-                continue_from(scheduler, decode_snapshot(record.frames[0]), record.live)
-        case RecordKind.KEYFRAME:
-            state = decode_state(record.frames[0])
-            if idle_state(scheduler) != state:
+            state = decode_snapshot(record.frames[0])
+            continue_from(scheduler, state, record.live)
+            if msgspec.msgpack.encode(take(scheduler)[0]) != record.frames[0]:
                 return Difference(index, state.step, "a keyframe", "another state")
+        case RecordKind.KEYFRAME:
+            pass
         case RecordKind.TICK:
             decided = scheduler.schedule(record.now)
             if decided is not None:
