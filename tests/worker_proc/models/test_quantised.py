@@ -308,7 +308,7 @@ def test_gpus_get_triton_products(form: str, triton: bool, checkpoint_factory: F
     """A layer without memory stands for one on a GPU: Triton refuses to launch, and torch computes the shape."""
     source, _ = checkpoint_factory("llama", **SIZES)
     quantise_checkpoint(source, tmp_path, FORMATS[form]())
-    model = build_packed(tmp_path / "packed", device="meta")
+    model = build_packed(tmp_path / "packed", device="meta", rounds=True)
     config = EngineConfig(model=model.config, model_path="", load_format="dummy", max_model_len=48)
     fill_model(model, config, torch.float32, torch.device("meta"), progress=False)
     for layer in _quantised(model):
