@@ -26,7 +26,7 @@ STEP_SECONDS = 0.002
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     pool = ["--num-gpu-blocks-override", "500", "--cpu-offload-bytes", "64MiB"]
-    served = Served("--simulate", "constant:2", "--max-num-seqs", "32", *pool)
+    served = Served("--simulate", "constant:2", "--max-num-seqs", "32", "--no-standby-workers", *pool)
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
