@@ -117,7 +117,7 @@ def test_pins_that_have_ended_leave_nothing() -> None:
     """As long as unpinned contents are evicted first, no eviction looks at the pins."""
 
     def num_lines() -> int:
-        return sum(isinstance(each, Line) for each in gc.get_objects())
+        return sum(type(each) is Line for each in gc.get_objects())
 
     kv, before = managed(40), num_lines()
     for pin in range(1, 400):
