@@ -232,12 +232,12 @@ class Child:
 def remove_sockets(directory: Path) -> None:
     """Remove a socket directory that other processes may still write to: they no longer find it by its name.
 
-    If the caller is killed meanwhile, the next start finds it by its new name.
+    If all callers are killed meanwhile, the next start finds it by its new name.
     """
     ended = directory.with_name(directory.name + ENDED)
-    with contextlib.suppress(OSError):  # another process was first
+    with contextlib.suppress(OSError):  # another process was first, and may end before it has removed all
         directory.rename(ended)
-        shutil.rmtree(ended, ignore_errors=True)
+    shutil.rmtree(ended, ignore_errors=True)
 
 
 def child_parser(description: str | None) -> argparse.ArgumentParser:

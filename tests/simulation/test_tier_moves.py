@@ -20,7 +20,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 def test_moves_under_faults(first: int) -> None:
     """In all 116,000 moves; ``tier_moves.py`` runs more."""
     num_moves = sum(TierLoad(seed, check_every=20).run()["moves"] for seed in range(first, first + 8))
-    assert num_moves > 7_500
+    assert num_moves > 7_000
 
 
 @pytest.mark.full

@@ -74,7 +74,7 @@ class ScheduledEngine(Driver):
     def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None = None) -> Stream:
         return self.session.add(request, on_update, parent)
 
-    def receive(self) -> None:
+    def wait(self) -> None:
         self.step()
 
     # ---- as quire.launch.frontend.engine_client.EngineClient
