@@ -306,6 +306,7 @@ class Results:
                 continue
             own = self._first_own_block(request)
             self.kv.invalidate(request, own * self.kv.block_size)
+            self.steady_decode.sync_tokens([*self.steady_decode.batch.values()])  # which tell what a reader has read
             for reader in [*self.table.running.values(), *self.table.leaving.values()]:
                 if reader is not request and self._read_from(reader, request, own, reader.handle in faults.bad):
                     faults.readers.add(reader.handle)

@@ -72,7 +72,7 @@ class SteadyDecode:
 
     def leave(self, request: Request) -> None:
         """Remove a request, and bring its tokens and counters up to date."""
-        self._sync_tokens((request,))
+        self.sync_tokens((request,))
         del self._own_batch()[request.handle]
         request.event_step = request.block_step = 0
         request.leave_steady()
@@ -102,7 +102,7 @@ class SteadyDecode:
 
     def mark_handled(self, requests: Sequence[Request], step: int) -> None:
         """Continue with members that got their blocks for ``step``; moves their sampled tokens to them."""
-        self._sync_tokens(requests)
+        self.sync_tokens(requests)
         following = step + self.block_size
         bucket = self.calendar.setdefault(following, [])
         for request in requests:
@@ -130,7 +130,7 @@ class SteadyDecode:
         self.clock.acknowledged = step
         return row
 
-    def _sync_tokens(self, requests: Sequence[Request]) -> None:
+    def sync_tokens(self, requests: Sequence[Request]) -> None:
         """Append to each request its tokens that are only in the table."""
         acknowledged = self.clock.acknowledged
         for synced in {request.synced_step for request in requests}:

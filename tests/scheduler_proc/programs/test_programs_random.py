@@ -23,8 +23,7 @@ def settings_of(seed: int, rng: random.Random) -> dict[str, Any]:
     return random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 2) | program_settings(rng)
 
 
-# Left out: seed 3, in which one request finds 7 cached tokens with steady decode and 8 without. The cause is not known.
-@pytest.mark.parametrize("seed", thinned([seed for seed in SEEDS if seed != 3], keep=3))
+@pytest.mark.parametrize("seed", thinned(SEEDS, keep=3))
 def test_steady_decode_changes_nothing(seed: int) -> None:
     rng = random.Random(seed)
     settings = settings_of(seed, rng)
