@@ -87,6 +87,12 @@ class TestParameters:
         assert len(early.token_ids) < 20 < len(late.token_ids)
         assert free.startswith(late.text)
 
+    def test_an_answer_has_its_events_if_they_are_wanted(self, llm: LLM) -> None:
+        assert ask(llm, max_tokens=2).outputs[0].timeline is None
+        events = ask(llm, max_tokens=2, return_timeline=True).outputs[0].timeline
+        assert [each.event for each in events] == ["queued", "scheduled", "first_token", "ended"]
+        assert (events[-1].reason, events[-1].tokens) == ("length", 2)
+
     def test_repetition_ends_an_answer(self, llm: LLM) -> None:
         found = RepetitionDetection(max_pattern_size=3, min_count=5)
         answer = ask(llm, logit_bias={65: 100.0}, repetition_detection=found, max_tokens=100).outputs[0]

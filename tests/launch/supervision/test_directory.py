@@ -85,3 +85,10 @@ def test_a_process_that_still_writes_keeps_no_directory(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "rmdir", write_first)
     remove_sockets(tmp_path / "quire-a")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_removal_that_was_cut_off_is_continued_by_any_other_process(tmp_path: Path) -> None:
+    (tmp_path / "quire-a.ended").mkdir()
+    (tmp_path / "quire-a.ended" / "frontend-1.sock").touch()
+    remove_sockets(tmp_path / "quire-a")
+    assert not list(tmp_path.iterdir())
