@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,16 +22,21 @@ from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.measure.report import Table
 from quire.protocol.errors import shortage
 from quire.protocol.process.log import write_line
+from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\n2026-01-01 ERROR forged\x9b31m"
 
 
 @pytest.fixture(autouse=True)
-def _level_restored() -> Iterator[None]:
-    """Commands that run in this process set the level of the log."""
+def _process_restored() -> Iterator[None]:
+    """Commands that run in this process set the level of its log, and ``serve`` its handlers of signals."""
     level = logging.getLogger("quire").level
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, *IGNORED_SIGNALS)}
     yield
     logging.getLogger("quire").setLevel(level)
+    signal.set_wakeup_fd(-1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def start(*flags: str, limit: tuple[int, int] | None = None) -> str:
