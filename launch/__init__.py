@@ -1,1 +1,1 @@
-"""Everything around the engine: command line, processes, HTTP, text, offline API, benchmarks."""
+"""What starts and watches processes: the command line, supervision, fleets, the offline API."""

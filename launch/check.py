@@ -8,15 +8,15 @@ from contextlib import closing
 from math import prod
 from typing import Any
 
+from quire.frontend.http.serving.thinking import Thinking, answer_format
+from quire.frontend.serve_options import ServeOptions
+from quire.frontend.text.pooling.capabilities import Capabilities
+from quire.frontend.text.probe import ANSWER_TEXT, Probe, probe
+from quire.frontend.text.text_in import NO_TEMPLATE, TextIn
 from quire.launch.config.command_line import read_options
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
-from quire.launch.http.serving.thinking import Thinking, answer_format
-from quire.launch.text.pooling.capabilities import Capabilities
-from quire.launch.text.probe import ANSWER_TEXT, Probe, probe
-from quire.launch.text.text_in import NO_TEMPLATE, TextIn
 from quire.protocol.errors import ConfigError, QuireError
 from quire.protocol.model.checkpoint import DTYPE_BYTES, stored_tensors
 from quire.protocol.model.descriptions import TOKENIZER, has_tokenizer, other_tokenizer, why_no_tokenizer

@@ -8,13 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.api_keys import hide_in_command_line
 from quire.launch.config.command_line import add_engine_options, add_options, add_url_options, read_options
 from quire.launch.config.foreign_names import suggest
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.help import Help
-from quire.launch.supervision.descriptors import raise_descriptor_limit
 from quire.protocol.errors import InvalidRequest, QuireError, did_you_mean, shortage
+from quire.protocol.process.descriptors import raise_descriptor_limit
 from quire.protocol.process.log import one_line, start_logging, write_line
 from quire.protocol.process.log_stream import survive_without_stderr
 from quire.version import version_text

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.declared import declared
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
 
 MANY = 40
 """Flags of a command from which ``--help`` alone lists sections."""

@@ -7,7 +7,7 @@ import socket
 import stat
 from pathlib import Path
 
-from quire.launch.config.serve_options import ServeOptions
+from quire.frontend.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError
 
 BACKLOG = 1024

@@ -11,13 +11,13 @@ from types import FrameType
 
 import msgspec
 
-from quire.launch.adapters.names import NamedAdapter, NameTable, table_path
+from quire.frontend.adapters.names import NamedAdapter, NameTable, table_path
+from quire.frontend.network_options import check_network
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.api_keys import read_admin_keys, read_api_keys
 from quire.launch.config.declared import check_ranges
 from quire.launch.config.engine_config import with_api_keys
-from quire.launch.config.network_options import check_network
 from quire.launch.config.observability import check_metrics_prefix, check_tracing
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.fleet.engine_settings import check_shared, router_config
 from quire.launch.fleet.fleet import Fleet
 from quire.launch.fleet.places import LocalPlaces, OwnedPlaces, Places
@@ -83,7 +83,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     adapters = server_adapters(config, options)  # before there is a file or a process: a signal then ends the start
     with Listener(options) as listener:
         fd = listener.socket.fileno()
-        front_end = FrontEndProgram("quire.launch.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
+        front_end = FrontEndProgram("quire.frontend.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"{model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
             with contextlib.closing(_open_places(config, options)) as places:
@@ -195,7 +195,7 @@ def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
 
 def server_adapters(config: EngineConfig, options: ServeOptions) -> list[NamedAdapter]:
     """Return the adapters that the server has from its start; raise ConfigError as ``read_modules``."""
-    from quire.launch.adapters.modules import read_modules  # numpy, which --help does not wait for
+    from quire.launch.config.adapter_modules import read_modules  # numpy, which --help does not wait for
 
     return read_modules(options.lora_modules or [], config, options.served_model_name or [])
 

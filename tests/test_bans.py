@@ -11,7 +11,18 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "launch", "tests", "tools", ".ci")
+FOLDERS = (
+    "protocol",
+    "scheduler_proc",
+    "worker_proc",
+    "router_proc",
+    "kernels",
+    "frontend",
+    "launch",
+    "tests",
+    "tools",
+    ".ci",
+)
 RECEIVES = "protocol/wire/zmq_channel.py"
 
 MODULES = {

@@ -11,11 +11,11 @@ import pytest
 import yaml
 from exported_metrics import exported_labels
 
+from quire.frontend.http.app import ROUTES
+from quire.frontend.network_options import check_network
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.cli import parse
 from quire.launch.config.command_line import read_options
-from quire.launch.config.network_options import check_network
-from quire.launch.config.serve_options import ServeOptions
-from quire.launch.http.app import ROUTES
 from quire.launch.nodes.addresses import parse_address
 from quire.launch.nodes.keys import HEAD_SECRET, NODE_PUBLIC
 from quire.launch.nodes.sources import parse_sources
@@ -197,7 +197,16 @@ def test_image_has_the_torch_and_extras_of_the_repository() -> None:
 
 def test_the_build_context_has_what_a_build_reads() -> None:
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    assert kept >= {"quire", "kernels", "launch", "protocol", "router_proc", "scheduler_proc", "worker_proc"}
+    assert kept >= {
+        "quire",
+        "frontend",
+        "kernels",
+        "launch",
+        "protocol",
+        "router_proc",
+        "scheduler_proc",
+        "worker_proc",
+    }
     assert kept >= {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
     assert all((ROOT / name).exists() for name in kept)
 

@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "launch", "tests", "tools")
+PACKAGES = (
+    "protocol",
+    "scheduler_proc",
+    "worker_proc",
+    "router_proc",
+    "kernels",
+    "frontend",
+    "launch",
+    "tests",
+    "tools",
+)
 
 
 def _names(file: Path) -> set[str]:
@@ -68,8 +78,8 @@ def test_the_tables_of_flags_are_those_of_the_declarations(tmp_path: Path) -> No
 
 
 def test_each_flag_is_documented() -> None:
+    from quire.frontend.serve_options import ServeOptions
     from quire.launch.config.options import EngineOptions
-    from quire.launch.config.serve_options import ServeOptions
 
     page = (ROOT / "docs/flags.md").read_text().replace("[no-]", "")
     for options in (EngineOptions, ServeOptions):

@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "launch")
+PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "frontend", "launch")
 ALLOWED = {
     "protocol": {"protocol", "version"},
     "scheduler_proc": {"protocol", "scheduler_proc", "version"},
     "kernels": {"kernels", "version"},
     "worker_proc": {"protocol", "kernels", "worker_proc", "version"},
     "router_proc": {"protocol", "router_proc", "version"},
-    "launch": {"protocol", "scheduler_proc", "router_proc", "launch", "version"},
+    "frontend": {"protocol", "frontend", "version"},
+    "launch": {"protocol", "scheduler_proc", "router_proc", "frontend", "launch", "version"},
 }
-TORCH_FREE = ("protocol", "scheduler_proc", "router_proc", "launch")
+TORCH_FREE = ("protocol", "scheduler_proc", "router_proc", "frontend", "launch")
 HEAVY = {"torch", "transformers", "triton"}
 
 
@@ -129,15 +130,9 @@ def test_serving_code_imports_no_tools() -> None:
             assert not [name for name in _imports(file) if name.startswith(TOOLS)], place
 
 
-def test_front_end_does_not_import_the_scheduler() -> None:
-    """Front ends run in separate processes and share only messages with the scheduler."""
-    for file in _files("launch/frontend", "launch/http", "launch/text", "launch/offline"):
-        assert not [name for name in _imports(file) if name.startswith("quire.scheduler_proc")], file
-
-
 @pytest.mark.parametrize(
     "module",
-    ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.launch.http.__main__", "quire.launch.offline.llm"],
+    ["quire.scheduler_proc.__main__", "quire.launch.cli", "quire.frontend.http.__main__", "quire.launch.offline.llm"],
 )
 def test_imports_without_torch(module: str) -> None:
     code = f"import sys; sys.modules.update(torch=None, transformers=None); import {module}"

@@ -12,7 +12,7 @@ import pytest
 from quire.version import DISTRIBUTION, __version__, install_command
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("kernels", "launch", "protocol", "router_proc", "scheduler_proc", "worker_proc")
+FOLDERS = ("frontend", "kernels", "launch", "protocol", "router_proc", "scheduler_proc", "worker_proc")
 
 
 def _linked(link: Path, name: str) -> None:

@@ -7,9 +7,9 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.declared import Declared, declared
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.config.speculative import SpeculativeKeys
 
 TABLES: dict[str, type[msgspec.Struct]] = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.settings import EngineSettings
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from quire.launch.config.serve_options import ServeOptions
+from quire.frontend.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError
 
 MAX_FILE_BYTES = 1024 * 1024

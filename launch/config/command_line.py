@@ -10,10 +10,10 @@ from typing import Any, BinaryIO, Literal, cast, get_args, get_origin
 
 import msgspec
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.declared import Declared, convert, declared
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.options import EngineOptions, parse_options
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.config.sizes import parse_size
 from quire.protocol.errors import ConfigError
 

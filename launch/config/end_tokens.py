@@ -69,8 +69,8 @@ def _end_of_turn(folder: Path, chat_template: str, added: Iterable[str]) -> str 
 
     A token with text or another token right behind it closes only a part of the answer, such as its thoughts.
     """
-    from quire.launch.text.template_files import load_template
-    from quire.launch.text.text_in import read_config
+    from quire.frontend.text.template_files import load_template
+    from quire.frontend.text.text_in import read_config
 
     turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": _ANSWER}]
     try:

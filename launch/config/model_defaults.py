@@ -69,7 +69,7 @@ def chat_template_source(given: str | None) -> str:
         raise ConfigError(
             f"--chat-template must be a file with a template, or the template's text (got {given[:MAX_PATH]!r})"
         ) from None
-    from quire.launch.text.chat_template import check_template
+    from quire.frontend.text.chat_template import check_template
 
     check_template(source, "--chat-template")
     return source

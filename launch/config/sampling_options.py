@@ -40,7 +40,7 @@ def thinking_markers(
         raise ConfigError("--reasoning-start-str and --reasoning-end-str must be given together")
     if folder is None or not is_text:
         raise ConfigError("--reasoning-start-str needs a tokenizer, which this model does not have")
-    from quire.launch.text.text_in import TextIn
+    from quire.frontend.text.text_in import TextIn
 
     text_in = TextIn.load(folder)
     markers = [text_in.encode(text, add_special_tokens=False) for text in (start, end)]

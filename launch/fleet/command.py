@@ -10,9 +10,9 @@ from collections.abc import Callable
 import msgspec
 
 from quire.launch.config.api_keys import read_keys
-from quire.launch.fleet.orders import ALL, ORDERS
 from quire.launch.plain_http import PlainServer, bearer
 from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.process.fleet_orders import ALL, ORDERS
 from quire.protocol.process.log import write_line
 
 DEFAULT_URL = "http://127.0.0.1:8000"

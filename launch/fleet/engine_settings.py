@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.launch.config.serve_options import ServeOptions
+from quire.frontend.serve_options import ServeOptions
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import ConfigError
 from quire.protocol.routing import RoutingConfig

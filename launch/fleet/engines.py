@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from quire.launch.fleet.orders import OrderRefused, check_order, is_another_serving
 from quire.launch.fleet.places import Places
 from quire.launch.fleet.slots import EngineSlot, Goal
 from quire.launch.supervision.members import Member, Process
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
+from quire.protocol.process.fleet_orders import OrderRefused, check_order, is_another_serving
 from quire.protocol.process.log import event_logger
 from quire.protocol.routing import EnginePlace
 

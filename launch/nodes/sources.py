@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from quire.launch.config.serve_options import ServeOptions
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.nodes.addresses import ip_addresses, parse_address
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError

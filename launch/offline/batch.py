@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import msgspec
 from tqdm import tqdm
 
-from quire.launch.frontend.answers import Answer, BeamOutput, OutputDelta
-from quire.launch.frontend.job import NO_JOB, Job
-from quire.launch.frontend.session import Session
-from quire.launch.frontend.streams import Stream
+from quire.frontend.engine.answers import Answer, BeamOutput, OutputDelta
+from quire.frontend.engine.job import NO_JOB, Job
+from quire.frontend.engine.session import Session
+from quire.frontend.engine.streams import Stream
+from quire.frontend.text.prompts import ModelLimits, Prompt, fit_params
+from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.text_out import TokenTexts
 from quire.launch.offline.request_output import CompletionOutput, RequestOutput, append_delta, logprob_by_id
-from quire.launch.text.prompts import ModelLimits, Prompt, fit_params
-from quire.launch.text.text_in import TextIn
-from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample

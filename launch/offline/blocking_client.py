@@ -9,8 +9,8 @@ from pathlib import Path
 
 import zmq
 
-from quire.launch.frontend.session import Session
-from quire.launch.frontend.streams import Stream
+from quire.frontend.engine.session import Session
+from quire.frontend.engine.streams import Stream
 from quire.launch.offline.engine_thread import EngineThread
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError

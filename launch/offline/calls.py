@@ -10,8 +10,14 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from quire.launch.adapters.reader import AdapterReader
-from quire.launch.frontend.job import Job
+from quire.frontend.adapters.reader import AdapterReader
+from quire.frontend.engine.job import Job
+from quire.frontend.text.parsing.choose import AnswerFormat, choose_format
+from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
+from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput
+from quire.frontend.text.prompts import Prompt, check_params, encode_prompt, tokenize_bad_words
+from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.text_out import TokenTexts
 from quire.launch.offline.batch import Batch, BatchRequest
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.lora_request import LoRARequest, adapters_for
@@ -21,12 +27,6 @@ from quire.launch.offline.prompt_input import PromptInput, plain_prompt, priorit
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.running import Reading, RunningRequest
 from quire.launch.offline.running import begin as begin_running
-from quire.launch.text.parsing.choose import AnswerFormat, choose_format
-from quire.launch.text.pooling.capabilities import METHODS, Capabilities
-from quire.launch.text.pooling.inputs import InputEncoder, PoolingInput
-from quire.launch.text.prompts import Prompt, check_params, encode_prompt, tokenize_bad_words
-from quire.launch.text.text_in import TextIn
-from quire.launch.text.text_out import TokenTexts
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.request import plugins

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.launch.frontend.job import NO_JOB, Job, check_job_id
+from quire.frontend.engine.job import NO_JOB, Job, check_job_id
 from quire.protocol.errors import InvalidRequest, printable
 
 JobIds = str | Sequence[str | None] | None

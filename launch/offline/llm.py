@@ -8,10 +8,16 @@ from collections.abc import Sequence as ListLike
 from pathlib import Path
 from typing import Any, Unpack
 
+from quire.frontend.engine.session import controls_of_pause
+from quire.frontend.text.messages import check_messages
+from quire.frontend.text.prompts import (
+    check_template_variables,
+    encode_messages,
+)
+from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
-from quire.launch.frontend.session import controls_of_pause
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.calls import Calls, LoRAInput, OnText
 from quire.launch.offline.engine_thread import EngineThread
@@ -30,12 +36,6 @@ from quire.launch.offline.request_output import EngineStatistics, RequestOutput
 from quire.launch.offline.running import RunningRequest, num_shared
 from quire.launch.offline.session import OfflineSession
 from quire.launch.supervision.supervisor import Supervisor
-from quire.launch.text.messages import check_messages
-from quire.launch.text.prompts import (
-    check_template_variables,
-    encode_messages,
-)
-from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.pooling_config import PoolingTask
 from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample

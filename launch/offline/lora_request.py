@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.launch.adapters.names import name_problem
-from quire.launch.adapters.reader import AdapterReader
+from quire.frontend.adapters.names import name_problem
+from quire.frontend.adapters.reader import AdapterReader
 from quire.protocol.errors import InvalidRequest, printable
 from quire.protocol.model.adapter_config import AdapterError
 from quire.protocol.request.sampling_params import check_int

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from quire.launch.frontend.engine_client import Update
-from quire.launch.frontend.streams import Stream
+from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.streams import Stream
+from quire.frontend.text.pooling.inputs import for_prompt
+from quire.frontend.text.prompts import Prompt
 from quire.launch.offline.batch import MAX_SUBMITTED, BlockingEngine
 from quire.launch.offline.pooling_output import PoolingRequestOutput
-from quire.launch.text.pooling.inputs import for_prompt
-from quire.launch.text.prompts import Prompt
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.pooling_params import NO_SAMPLING, PoolingParams
 from quire.protocol.wire.adapter_messages import AdapterRef

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
+from quire.frontend.text.pooling.capabilities import Capabilities
+from quire.frontend.text.pooling.comparisons import Comparison, Scores, compare, compare_documents, ranking
+from quire.frontend.text.pooling.inputs import PoolingInput, pooling_params, prompt_text, with_prompt
 from quire.launch.offline.lora_request import LoRARequest
 from quire.launch.offline.pooled_batch import Rows, RowsOutput
 from quire.launch.offline.pooling_output import (
@@ -17,9 +20,6 @@ from quire.launch.offline.pooling_output import (
     ScoringOutput,
 )
 from quire.launch.offline.prompt_input import PromptInput, is_single, plain_prompt
-from quire.launch.text.pooling.capabilities import Capabilities
-from quire.launch.text.pooling.comparisons import Comparison, Scores, compare, compare_documents, ranking
-from quire.launch.text.pooling.inputs import PoolingInput, pooling_params, prompt_text, with_prompt
 from quire.protocol.errors import EngineError, InvalidRequest, wrong_value
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 from quire.protocol.request.pooling_params import PoolingParams

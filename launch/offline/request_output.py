@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-from quire.launch.frontend.answers import OutputDelta
-from quire.launch.frontend.routed_experts import by_layer
-from quire.launch.text.text_out import TokenTexts
+from quire.frontend.engine.answers import OutputDelta
+from quire.frontend.engine.routed_experts import by_layer
+from quire.frontend.text.text_out import TokenTexts
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.wire.front_end_messages import Statistics
 from quire.protocol.wire.logprobs import TokenLogprobs

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.launch.frontend.answers import Answer
+from quire.frontend.engine.answers import Answer
+from quire.frontend.text.prompts import Prompt, fit_params
+from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.text_out import TokenTexts
 from quire.launch.offline.batch import OfflineSequence
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.request_output import CompletionOutput, append_delta
-from quire.launch.text.prompts import Prompt, fit_params
-from quire.launch.text.text_in import TextIn
-from quire.launch.text.text_out import TokenTexts
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, check_int
 from quire.protocol.wire.adapter_messages import AdapterRef

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from quire.launch.frontend.job import Job
+from quire.frontend.engine.job import Job
+from quire.frontend.sessions.chat_piece import check_kind, encode_chat_piece, whole_prompt
+from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece
+from quire.frontend.text.messages import check_messages
+from quire.frontend.text.prompts import Prompt, check_template_variables
+from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.launch.offline.calls import Calls
 from quire.launch.offline.prompt_input import PromptInput
 from quire.launch.offline.request_output import RequestOutput
-from quire.launch.sessions.chat_piece import check_kind, encode_chat_piece, whole_prompt
-from quire.launch.sessions.open_session import TEXT, OpenSession, Piece
-from quire.launch.text.messages import check_messages
-from quire.launch.text.prompts import Prompt, check_template_variables
-from quire.launch.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.command_line import (
     add_engine_options,
     add_options,
@@ -16,7 +17,6 @@ from quire.launch.config.command_line import (
     read_options,
 )
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.offline.remote import base_url, server_key
 from quire.launch.run_batch.lines import read_lines
 from quire.launch.run_batch.local_server import with_server

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import msgspec
 
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.adapter_options import with_adapters
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.listener import Listener
 from quire.launch.serve import model_display_name, server_adapters, write_settings
 from quire.launch.supervision.directory import parent_of_sockets
@@ -45,7 +45,7 @@ def with_server(engine: EngineOptions, options: ServeOptions, work: Callable[[st
         adapters = server_adapters(config, options)
         with Listener(options) as listener:
             fd = listener.socket.fileno()
-            front_end = FrontEndProgram("quire.launch.http", 1, ("--listen-fd", str(fd)), (fd,))
+            front_end = FrontEndProgram("quire.frontend.http", 1, ("--listen-fd", str(fd)), (fd,))
             with Supervisor(config, quiet=True, front_end=front_end) as supervisor:
                 write_settings(supervisor.directory, options, adapters)
                 supervisor.start_all()

@@ -5,7 +5,7 @@ For each request in a step in flight, the worker deaths since its last token are
 *suspect*: it runs alone until it gets a token. If the workers die while it runs alone, it is confirmed as the cause. If
 other requests got tokens between its deaths, the first death alone may be chance, and a second one is required.
 
-A request that crashes *schedulers* is found by its front end, which survives them (launch/frontend/session.py).
+A request that crashes *schedulers* is found by its front end, which survives them (frontend/engine/session.py).
 """
 
 from collections.abc import Iterable

@@ -13,10 +13,10 @@ from abused_app import AbusedApp
 from adapters import make_adapter
 from grammar_cases import demo_config
 
-from quire.launch.adapters.adapters import Adapters
-from quire.launch.adapters.names import NameTable, table_path
-from quire.launch.adapters.reader import AdapterReader
-from quire.launch.http.serving.gate import ADAPTER_PATHS
+from quire.frontend.adapters.adapters import Adapters
+from quire.frontend.adapters.names import NameTable, table_path
+from quire.frontend.adapters.reader import AdapterReader
+from quire.frontend.http.serving.gate import ADAPTER_PATHS
 
 LOAD, UNLOAD = ADAPTER_PATHS
 ADMIN = {"authorization": "Bearer admin"}

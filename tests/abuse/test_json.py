@@ -8,9 +8,9 @@ from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, sho
 from abused_app import AbusedApp
 from tiers import thinned
 
-from quire.launch.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody, TokenizeBody
-from quire.launch.http.schema.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
-from quire.launch.http.serving.body import MAX_BODY_WEIGHT
+from quire.frontend.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody, TokenizeBody
+from quire.frontend.http.schema.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
+from quire.frontend.http.serving.body import MAX_BODY_WEIGHT
 
 GENERATING = (COMPLETIONS, CHAT)
 POOLING: dict[str, tuple[type[Any], dict[str, Any]]] = {

@@ -10,10 +10,16 @@ import pytest
 from front_end import EndlessEngine
 from tokenizers import Tokenizer, models
 
-from quire.launch.http.app import make_app
-from quire.launch.http.serving.lanes import MAX_LONG_CHARS, NUM_HUGE_TEXTS, NUM_LONG_TEXTS, ConversationLanes, TextLanes
-from quire.launch.http.serving.server import ServerSettings
-from quire.launch.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
+from quire.frontend.http.app import make_app
+from quire.frontend.http.serving.lanes import (
+    MAX_LONG_CHARS,
+    NUM_HUGE_TEXTS,
+    NUM_LONG_TEXTS,
+    ConversationLanes,
+    TextLanes,
+)
+from quire.frontend.http.serving.server import ServerSettings
+from quire.frontend.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 WAIT_S = 30.0
 HUGE = MAX_LONG_CHARS + 1

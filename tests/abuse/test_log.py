@@ -18,7 +18,7 @@ from front_end import EndlessEngine, FrontEnd
 from served import QUIRE
 from tiers import thinned
 
-from quire.launch.http.schema.errors import as_api_error
+from quire.frontend.http.schema.errors import as_api_error
 
 COMPLETIONS = "/v1/completions"
 WAIT_S = 60.0

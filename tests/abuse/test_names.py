@@ -10,7 +10,7 @@ from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
 from abused_app import AbusedApp
 from front_end import EndlessEngine
 
-from quire.launch.http.serving.metrics import Metrics
+from quire.frontend.http.serving.metrics import Metrics
 
 MODELS = (
     *("../../etc", "..\\..\\x", "/", "//", "quire-demo ", " quire-demo", "Quire-Demo", "quire-demo\n"),

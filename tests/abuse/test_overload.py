@@ -19,9 +19,9 @@ from abuse import AbusedServer, check_error
 from front_end import WAIT_S, EndlessEngine, FrontEnd, post, read_all, status_of
 from tiers import thinned
 
-from quire.launch.http.schema.errors import ApiError, ClientDisconnected
-from quire.launch.http.serving.body_budget import BodyBudget
-from quire.launch.http.serving.gate import OPEN_PATHS, Gate
+from quire.frontend.http.schema.errors import ApiError, ClientDisconnected
+from quire.frontend.http.serving.body_budget import BodyBudget
+from quire.frontend.http.serving.gate import OPEN_PATHS, Gate
 from quire.protocol.wire.front_end_messages import Statistics
 
 COMPLETIONS = "/v1/completions"
@@ -354,7 +354,7 @@ class TestBodies:
     def test_small_bodies_do_not_wait_for_large_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A client holds as many unfinished large bodies as it can; others, and its own small ones, are served."""
         budget = BodyBudget(2**20)
-        monkeypatch.setattr("quire.launch.http.serving.gate.BodyBudget", lambda: budget)
+        monkeypatch.setattr("quire.frontend.http.serving.gate.BodyBudget", lambda: budget)
         front_end = FrontEnd()
         with contextlib.ExitStack() as stack:
             for _ in range(20):
@@ -424,7 +424,7 @@ class TestCollectedOutput:
     def test_too_many_logprobs(
         self, narrow: FrontEnd, fields: dict[str, Any], most: int, status: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("quire.launch.http.routes.generate.MAX_COLLECTED_VALUES", most)
+        monkeypatch.setattr("quire.frontend.http.routes.generate.MAX_COLLECTED_VALUES", most)
         response = narrow.client.post(COMPLETIONS, json={"prompt": [1], **fields})
         assert response.status_code == status, response.text[:500]
         if status == 400:
@@ -467,7 +467,7 @@ class TestCollectedOutput:
     def test_a_long_response_is_written_in_parts(self, narrow: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
         fields = {"prompt": [1], "max_tokens": 500, "logprobs": 20}
         whole = narrow.client.post(COMPLETIONS, json=fields)
-        monkeypatch.setattr("quire.launch.http.routes.generate.WRITE_BYTES", 1000)
+        monkeypatch.setattr("quire.frontend.http.routes.generate.WRITE_BYTES", 1000)
         parts = narrow.client.post(COMPLETIONS, json=fields)
         assert parts.json()["choices"] == whole.json()["choices"]
         assert int(parts.headers["content-length"]) == len(parts.content) > 1000
@@ -475,7 +475,7 @@ class TestCollectedOutput:
 
 def front_end_of(server: AbusedServer) -> psutil.Process:
     children = psutil.Process(server.served.process.pid).children(recursive=True)
-    return next(child for child in children if "quire.launch.http" in child.cmdline())
+    return next(child for child in children if "quire.frontend.http" in child.cmdline())
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ from front_end import FrontEnd, post, read_all, status_of
 from starlette.routing import Route
 from tiers import thinned
 
-from quire.launch.http.app import make_app
-from quire.launch.http.serving.connections import client_of
-from quire.launch.http.serving.gate import KEYLESS_PATHS, tenant_of_address
-from quire.launch.http.serving.server import ServerSettings
-from quire.launch.text.text_in import TextIn
+from quire.frontend.http.app import make_app
+from quire.frontend.http.serving.connections import client_of
+from quire.frontend.http.serving.gate import KEYLESS_PATHS, tenant_of_address
+from quire.frontend.http.serving.server import ServerSettings
+from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
 
 KEYS = ("first-key", "zweiter-schlüssel", "third key")
@@ -323,7 +323,7 @@ class TestKeys:
             compared.append(known)
             return given == known
 
-        monkeypatch.setattr("quire.launch.http.serving.gate.hmac.compare_digest", compare)
+        monkeypatch.setattr("quire.frontend.http.serving.gate.hmac.compare_digest", compare)
         for key in (*KEYS, "wrong", ""):
             compared.clear()
             ask(locked, "GET", "/v1/models", bearer(key))

@@ -12,7 +12,7 @@ import pytest
 from front_end import EndlessEngine, FrontEnd, post
 from tiers import thinned
 
-from quire.launch.http.serving.sse import (
+from quire.frontend.http.serving.sse import (
     MAX_UNSENT_BYTES,
     MAX_UNSENT_WRITES,
     MIN_UNSENT_WRITES,

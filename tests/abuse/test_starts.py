@@ -96,7 +96,7 @@ def test_context_that_no_memory_holds(tmp_path: Path) -> None:
 
 
 def test_tokenizer_on_which_its_library_panics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from quire.launch.text.text_in import TextIn
+    from quire.frontend.text.text_in import TextIn
     from quire.protocol.errors import ConfigError
 
     garbage = {"type": "Precompiled", "precompiled_charsmap": "AAAA////"}

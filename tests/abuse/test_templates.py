@@ -19,12 +19,12 @@ from engine_processes import engine_processes, processes_of
 from grammar_cases import DEMO
 from tiers import thinned
 
-from quire.launch.text.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
-from quire.launch.text.template_helper import WALL_SECONDS, TemplateHelper
-from quire.launch.text.text_in import ChatOptions, TextIn
+from quire.frontend.text.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
+from quire.frontend.text.template_helper import WALL_SECONDS, TemplateHelper
+from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 
-HELPER = "quire.launch.text.template_helper"
+HELPER = "quire.frontend.text.template_helper"
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
 
 LOOP = "{% for a in range(99999) %}"
@@ -220,7 +220,7 @@ def test_starved_helper_is_not_a_client_error(one_helper: TemplateHelper, monkey
     """The status is 503, not 400."""
     helper_processes(one_helper)[1].send_signal(signal.SIGSTOP)
     with monkeypatch.context() as hurried, pytest.raises(EngineError):
-        hurried.setattr("quire.launch.text.template_helper.WALL_SECONDS", 0.05)
+        hurried.setattr("quire.frontend.text.template_helper.WALL_SECONDS", 0.05)
         render(one_helper)
     assert render(one_helper) == "hello"
 

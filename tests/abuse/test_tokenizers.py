@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from grammar_cases import DEMO
 
-from quire.launch.http.serving.lanes import TextLanes
-from quire.launch.text import text_in as texts
-from quire.launch.text import tokenizer_checks
-from quire.launch.text.text_in import TextIn
-from quire.launch.text.tokenizer_checks import MAX_TOKEN_ID
+from quire.frontend.http.serving.lanes import TextLanes
+from quire.frontend.text import text_in as texts
+from quire.frontend.text import tokenizer_checks
+from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.tokenizer_checks import MAX_TOKEN_ID
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 

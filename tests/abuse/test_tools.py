@@ -8,7 +8,7 @@ import pytest
 from abuse import CHAT, MESSAGES, assert_refused, check_error
 from abused_app import AbusedApp
 
-from quire.launch.http.routes.tool_calls import AnyCalls, CallsAfterReasoning, NamedCall
+from quire.frontend.http.routes.tool_calls import AnyCalls, CallsAfterReasoning, NamedCall
 
 
 def tool(**function: Any) -> dict[str, Any]:

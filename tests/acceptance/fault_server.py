@@ -23,7 +23,7 @@ Role = Literal["scheduler", "worker", "frontend"]
 MODULES: dict[Role, tuple[str, ...]] = {
     "scheduler": ("quire.scheduler_proc",),
     "worker": ("quire.worker_proc", "quire.launch.replay.simulate.worker_process"),
-    "frontend": ("quire.launch.http",),
+    "frontend": ("quire.frontend.http",),
 }
 SHARED_MEMORY = "/dev/shm/"
 READY = re.compile(r"http://[\d.]+:(\d+) \(ready")

@@ -8,7 +8,7 @@ import pytest
 from tiers import thinned
 
 from quire import LLM, SamplingParams
-from quire.launch.frontend.session import Session
+from quire.frontend.engine.session import Session
 from quire.protocol.wire.front_end_messages import AddRequest
 
 PROMPT = [*range(3, 40)]

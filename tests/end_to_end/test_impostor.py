@@ -61,7 +61,7 @@ def server() -> Iterator[Served]:
 def test_a_new_front_end_finds_the_scheduler_again(server: Served) -> None:
     file = folder_of(server) / "frontend-1.sock"
     with impostor(zmq.ROUTER, file) as socket:
-        (front_end,) = engine_processes("quire.launch.http")
+        (front_end,) = engine_processes("quire.frontend.http")
         front_end.kill()
         # Either it connects to the impostor, or it starts so late that the scheduler has its file back.
         wait_until(lambda: bool(socket.poll(0)) or answers(server))

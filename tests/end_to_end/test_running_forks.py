@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tiers import thinned
 
 from quire import LLM, SamplingParams
-from quire.launch.frontend.session import Session
+from quire.frontend.engine.session import Session
 from quire.launch.offline.running import RunningRequest
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.structured_outputs import StructuredOutputs

@@ -211,7 +211,7 @@ class TestBadInput:
 
     @pytest.mark.full
     def test_a_burst_of_large_bodies_leaves_the_front_end_as_small_as_before(self, server: Served) -> None:
-        (front_end,) = processes_of(server.process.pid, "quire.launch.http")
+        (front_end,) = processes_of(server.process.pid, "quire.frontend.http")
         httpx.post(f"{server.url}/v1/chat/completions", json={"messages": STORY, "max_tokens": 1})
         before = front_end.memory_info().rss
         body = json.dumps({"messages": [{"role": "user", "content": "word " * (3 * 2**20)}]}).encode()

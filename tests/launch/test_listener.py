@@ -15,9 +15,9 @@ import httpx
 import pytest
 from front_end import FrontEnd, status_of
 
+from quire.frontend.network_options import check_network, tls_context
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.config.api_keys import read_api_keys
-from quire.launch.config.network_options import check_network, tls_context
-from quire.launch.config.serve_options import ServeOptions
 from quire.launch.listener import Listener
 from quire.protocol.errors import ConfigError
 

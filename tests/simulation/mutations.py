@@ -12,7 +12,7 @@ from unittest import mock
 import msgspec
 import without_guards as without
 
-from quire.launch.frontend import session, streams
+from quire.frontend.engine import session, streams
 from quire.launch.supervision import policy
 from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec

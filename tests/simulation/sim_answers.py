@@ -10,8 +10,8 @@ from scheduler_load import EOS, MAX_MODEL_LEN, contexts_of, prompt_logprobs_of
 from sim_model import best_two
 from sim_scenario import VOCAB_SIZE, SimRequest
 
-from quire.launch.frontend.engine_client import Update
-from quire.launch.frontend.session import ENGINE_FAULT, MAX_SCHEDULER_DEATHS
+from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.session import ENGINE_FAULT, MAX_SCHEDULER_DEATHS
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.front_end_messages import EndReason
 

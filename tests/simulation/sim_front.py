@@ -13,8 +13,8 @@ from sim_scenario import SimRequest
 from sim_sessions import SimSessions
 from sim_wire import WireChannel
 
-from quire.launch.frontend.session import Session
-from quire.launch.frontend.streams import Stream
+from quire.frontend.engine.session import Session
+from quire.frontend.engine.streams import Stream
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from sim_answers import expected_answer
 from sim_scenario import MAX_MODEL_LEN, Scenario, SimRequest
 
-from quire.launch.sessions.open_session import Piece
-from quire.launch.sessions.session_store import SessionStore
+from quire.frontend.sessions.open_session import Piece
+from quire.frontend.sessions.session_store import SessionStore
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import EndReason
 

@@ -7,7 +7,7 @@ from sim_run import Total, play, play_seeds, sessions_of
 from sim_scenario import KINDS, Scenario, scenario_of, shape_of, without
 from sim_world import World
 
-from quire.launch.sessions.open_session import Piece
+from quire.frontend.sessions.open_session import Piece
 
 SLICE = range(42)
 AT_LEAST = 1000

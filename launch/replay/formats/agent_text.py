@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from quire.frontend.text.text_in import NO_TOKENIZER, TextIn
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.formats.content import chain_ids, set_answers
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.read import Faults, files_of, finish, records
 from quire.launch.replay.workload.workload import Call, Content, Workload
-from quire.launch.text.text_in import NO_TOKENIZER, TextIn
 from quire.protocol.errors import ConfigError
 
 _BATCH = 64

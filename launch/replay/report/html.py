@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from quire.launch.content_policy import source_of
+from quire.frontend.http.page.content_policy import source_of
 from quire.launch.replay.report.page_data import page_data
 from quire.launch.replay.run.run_record import RunRecord
 

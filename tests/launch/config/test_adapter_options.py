@@ -7,10 +7,10 @@ import pytest
 from adapters import make_adapter
 from configs import MODEL, config_of
 
-from quire.launch.adapters.modules import read_modules
+from quire.frontend.serve_options import ServeOptions
+from quire.launch.config.adapter_modules import read_modules
 from quire.launch.config.adapter_options import with_adapters
 from quire.launch.config.options import EngineOptions
-from quire.launch.config.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError
 
 

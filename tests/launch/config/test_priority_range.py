@@ -5,8 +5,8 @@ from configs import config_of
 from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 
+from quire.frontend.http.schema.errors import as_api_error
 from quire.launch.config.engine_config import with_api_keys
-from quire.launch.http.schema.errors import as_api_error
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1

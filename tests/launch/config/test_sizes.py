@@ -65,7 +65,7 @@ def test_errors_name_the_setting(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_an_api_key_of_a_wrong_type_is_not_repeated() -> None:
     with pytest.raises(ConfigError, match=r"api_key must be a list of strings$"):
+        from quire.frontend.serve_options import ServeOptions
         from quire.launch.config.declared import convert
-        from quire.launch.config.serve_options import ServeOptions
 
         convert({"api_key": "secret"}, ServeOptions, "file")

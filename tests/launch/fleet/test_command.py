@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 from front_end import FrontEnd
 
+from quire.frontend.http.serving.server import FleetLink
 from quire.launch import cli
 from quire.launch.fleet.command import STALLED_S, Engine, is_done, table, wait
-from quire.launch.fleet.orders import ALL
-from quire.launch.http.serving.server import FleetLink
 from quire.protocol.errors import EngineError
+from quire.protocol.process.fleet_orders import ALL
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import Statistics
 

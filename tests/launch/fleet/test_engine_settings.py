@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from scheduler_driver import make_config
 
-from quire.launch.config.serve_options import ServeOptions
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.fleet.engine_settings import check_shared, engine_config, router_config
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import ConfigError

@@ -6,11 +6,11 @@ import pytest
 from fake_fleet import DRAIN_S, FakeFleet, FakeProcess
 
 from quire.launch.fleet.engines import BACKOFF_S, DRAIN_GRACE_S, FIRST_STARTS, PLACE_S, STABLE_S, STOP_S
-from quire.launch.fleet.orders import ALL
 from quire.launch.supervision.policy import MAX_DEATHS, SILENT_S, START_S
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.process.child import EX_CONFIG, Command
+from quire.protocol.process.fleet_orders import ALL
 from quire.protocol.routing import EnginePlace
 
 

@@ -3,7 +3,7 @@
 import pytest
 from scheduler_driver import make_config
 
-from quire.launch.config.serve_options import ServeOptions
+from quire.frontend.serve_options import ServeOptions
 from quire.launch.nodes.sources import NodeSources, Resolver, check_nodes, parse_sources, warn_of_device
 from quire.launch.serve import serve
 from quire.protocol.errors import ConfigError

@@ -8,7 +8,7 @@ from adapters import make_adapter
 from configs import MODEL
 
 from quire import LoRARequest
-from quire.launch.adapters.reader import AdapterReader
+from quire.frontend.adapters.reader import AdapterReader
 from quire.launch.offline.lora_request import adapters_for
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.model.adapter_config import AdapterError

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import greedy_tokens
 
 from quire import LLM, SamplingParams
-from quire.launch.frontend.job import NO_JOB
+from quire.frontend.engine.job import NO_JOB
 from quire.launch.offline.jobs import jobs_for
 from quire.launch.offline.request_output import EngineStatistics
 from quire.protocol.errors import EngineError, InvalidRequest

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from pooled_vectors import BOTH, CLASSIFIER, RERANKER, embedding_of, rows_of
 
+from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
+from quire.frontend.text.pooling.inputs import PoolingInput
+from quire.frontend.text.pooling.pairs import TextPair
 from quire.launch.offline.pooled_batch import RowsOutput
 from quire.launch.offline.pooling_calls import PoolingCalls, PoolingOptions
-from quire.launch.text.pooling.capabilities import METHODS, Capabilities
-from quire.launch.text.pooling.inputs import PoolingInput
-from quire.launch.text.pooling.pairs import TextPair
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from quire.frontend.text.text_in import TextIn
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.launch.replay.formats.content import chain_ids
 from quire.launch.replay.formats.detect import detect_format, load_workload
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
-from quire.launch.text.text_in import TextIn
 
 DATA = Path(__file__).parents[2] / "data"
 EXCERPTS = {

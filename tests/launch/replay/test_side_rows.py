@@ -8,7 +8,7 @@ from replay_workloads import AffineCost
 from scheduler_driver import Driver, change, make_config, make_layout, make_request
 from traced_runs import traced, write_trace
 
-from quire.launch.frontend.new_rows import NewRows
+from quire.frontend.engine.new_rows import NewRows
 from quire.launch.replay.formats.options import LoadOptions
 from quire.launch.replay.formats.quire import load
 from quire.launch.replay.report.figures import latency

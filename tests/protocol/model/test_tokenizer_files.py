@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
-from quire.launch.text.text_in import TextIn
+from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.descriptions import OTHER_TOKENIZERS, TOKENIZER, has_tokenizer, read_description
 
@@ -107,7 +107,7 @@ class TestConversion:
 
 def _characters() -> list[str]:
     """Return the characters that byte-level tokenizers write for the bytes."""
-    from quire.launch.text.text_out import _byte_of_char
+    from quire.frontend.text.text_out import _byte_of_char
 
     return [char for char, _ in sorted(_byte_of_char().items(), key=lambda item: item[1])]
 

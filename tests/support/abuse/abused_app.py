@@ -16,10 +16,10 @@ from fake_engine import FakeEngine, FakeSequence
 from grammar_cases import DEMO, VOCAB_SIZE, demo_config
 from pooled_vectors import BOTH
 
-from quire.launch.http.app import make_app
-from quire.launch.http.serving.server import ServerSettings
-from quire.launch.text.pooling.capabilities import Capabilities
-from quire.launch.text.text_in import TextIn
+from quire.frontend.http.app import make_app
+from quire.frontend.http.serving.server import ServerSettings
+from quire.frontend.text.pooling.capabilities import Capabilities
+from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from typing import Any
 
 from abuse import CHAT, COMPLETIONS
 
-from quire.launch.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
-from quire.launch.http.schema.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
+from quire.frontend.http.schema.bodies import SAMPLING_FIELDS, ChatBody, CompletionBody
+from quire.frontend.http.schema.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
 
 TOOL = {
     "type": "function",

@@ -17,17 +17,17 @@ import msgspec
 import yaml
 from grammar_cases import demo_backend
 
+from quire.frontend.http.routes import generate
+from quire.frontend.http.serving import gate, http_server, metrics, origins, socket_protocol
+from quire.frontend.http.serving.body_budget import BodyBudget
+from quire.frontend.http.serving.connections import Connections
+from quire.frontend.http.serving.socket_protocol import ConnectionLimits
+from quire.frontend.text import template_helper, text_in
 from quire.launch import cli
 from quire.launch.config import config_file
-from quire.launch.http.routes import generate
-from quire.launch.http.serving import gate, http_server, metrics, origins, socket_protocol
-from quire.launch.http.serving.body_budget import BodyBudget
-from quire.launch.http.serving.connections import Connections
-from quire.launch.http.serving.socket_protocol import ConnectionLimits
 from quire.launch.measure import report
 from quire.launch.replay.recorded import reader
 from quire.launch.replay.run.collector import RunCollector
-from quire.launch.text import template_helper, text_in
 from quire.protocol.process import helper, log
 from quire.protocol.process.helper import HelperDied
 from quire.protocol.process.restarts import Restarts
@@ -280,8 +280,8 @@ class Row(NamedTuple):
 
 
 DEFENCES = (
-    Row(1, text_of_requests_is_marked, "launch/text/test_control_text.py::test_messages_open_no_thinking_span"),
-    Row(2, text_of_requests_is_marked, "launch/text/test_control_text.py::test_no_control_token"),
+    Row(1, text_of_requests_is_marked, "frontend/text/test_control_text.py::test_messages_open_no_thinking_span"),
+    Row(2, text_of_requests_is_marked, "frontend/text/test_control_text.py::test_no_control_token"),
     Row(4, each_address_is_a_tenant, "abuse/test_routes.py::TestKeys::test_without_keys_each_address_is_a_tenant"),
     Row(5, idle_connections_make_room, "abuse/test_overload.py::TestConnections::test_idle_connections_make_room"),
     Row(
@@ -289,14 +289,14 @@ DEFENCES = (
         each_client_leaves_room_for_bodies,
         "abuse/test_overload.py::TestBodies::test_small_bodies_do_not_wait_for_large_ones",
     ),
-    Row(6, host_names_are_checked, "launch/http/test_origins.py::TestHost::test_a_public_name_is_refused"),
+    Row(6, host_names_are_checked, "frontend/http/test_origins.py::TestHost::test_a_public_name_is_refused"),
     Row(
         6,
         origins_are_checked,
-        "launch/http/test_origins.py::TestOrigin::test_a_page_cannot_use_the_server_by_default",
+        "frontend/http/test_origins.py::TestOrigin::test_a_page_cannot_use_the_server_by_default",
     ),
-    Row(6, pages_send_json_only, "launch/http/test_origins.py::TestOrigin::test_an_allowed_page_needs_json"),
-    Row(6, types_are_not_guessed, "launch/http/test_origins.py::test_browsers_must_not_guess_types"),
+    Row(6, pages_send_json_only, "frontend/http/test_origins.py::TestOrigin::test_an_allowed_page_needs_json"),
+    Row(6, types_are_not_guessed, "frontend/http/test_origins.py::test_browsers_must_not_guess_types"),
     Row(
         7,
         log_probabilities_are_limited,
@@ -363,7 +363,7 @@ DEFENCES = (
     Row(
         21,
         restarts_are_those_of_the_supervisor,
-        "launch/http/test_metrics.py::test_restarts_of_processes_are_those_of_the_supervisor",
+        "frontend/http/test_metrics.py::test_restarts_of_processes_are_those_of_the_supervisor",
     ),
     Row(
         21,
@@ -387,7 +387,7 @@ DEFENCES = (
     Row(
         25,
         upgrades_are_ignored,
-        "launch/http/test_request_heads.py::test_a_body_belongs_to_the_request_that_announces_it",
+        "frontend/http/test_request_heads.py::test_a_body_belongs_to_the_request_that_announces_it",
         is_long=True,
     ),
     Row(

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.launch.frontend.engine_set import EngineSet
-from quire.launch.frontend.router_link import RouterLink
-from quire.launch.frontend.session import Session
-from quire.launch.frontend.streams import Stream
+from quire.frontend.engine.engine_set import EngineSet
+from quire.frontend.engine.router_link import RouterLink
+from quire.frontend.engine.session import Session
+from quire.frontend.engine.streams import Stream
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace

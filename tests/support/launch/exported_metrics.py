@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from front_end import EndlessEngine
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.launch.http.serving.metrics import Metrics, MetricsOptions
+from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.protocol.process.router_figures import RouterFigures, write_router_figures
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import (

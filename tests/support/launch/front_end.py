@@ -13,14 +13,14 @@ import numpy as np
 from pooled_vectors import pooled_update
 from pulled_sequence import PulledSequence
 
-from quire.launch.frontend.engine_client import Update
-from quire.launch.frontend.scheduler_link import Readers
-from quire.launch.http.app import make_app
-from quire.launch.http.serving.connections import ConnectionLimits
-from quire.launch.http.serving.http_server import HttpServer
-from quire.launch.http.serving.server import ServerSettings
-from quire.launch.http.serving.socket_protocol import BoundedHttpProtocol
-from quire.launch.text.text_in import TextIn
+from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.scheduler_link import Readers
+from quire.frontend.http.app import make_app
+from quire.frontend.http.serving.connections import ConnectionLimits
+from quire.frontend.http.serving.http_server import HttpServer
+from quire.frontend.http.serving.server import ServerSettings
+from quire.frontend.http.serving.socket_protocol import BoundedHttpProtocol
+from quire.frontend.text.text_in import TextIn
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace

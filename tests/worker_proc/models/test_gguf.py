@@ -15,12 +15,12 @@ from packed_models import build_packed, load_packed, logits_of, prompts, residen
 from thread_ranks import on_ranks
 from tiers import thinned
 
+from quire.frontend.text.text_in import TextIn
 from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
 from quire.kernels.cpu.native import load_native
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
-from quire.launch.text.text_in import TextIn
 from quire.protocol.errors import ConfigError
 from quire.protocol.model import gguf_file
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors

@@ -1,0 +1,1 @@
+"""Front ends: HTTP, texts, and the client side of the engine."""

@@ -1,0 +1,231 @@
+"""The engine client over ZeroMQ, for asyncio."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq.asyncio
+
+from quire.frontend.engine.engine_client import Sequence, Update
+from quire.frontend.engine.job import NO_JOB, Job
+from quire.frontend.engine.scheduler_link import Readers, SchedulerLink
+from quire.frontend.engine.streams import Stream
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.routing import EnginePlace
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
+from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, Statistics
+from quire.protocol.wire.link_messages import Message
+
+HEARTBEAT_S = 1.0
+
+
+class StreamOwner(Protocol):
+    """What ends a stream: the session of one engine, or all engines."""
+
+    def stop_at(self, stream: Stream, num_output_tokens: int) -> None: ...
+
+    def abort(self, stream: Stream) -> None: ...
+
+    def calls_tool(self, stream: Stream, tool: str) -> None: ...
+
+
+class ZmqSequence:
+    """One answer in flight; see ``engine_client.Sequence``."""
+
+    def __init__(self, owner: StreamOwner, stream: Stream) -> None:
+        self.request_id = stream.request_id
+        self.take: Callable[[], Update | None] = stream.take
+        self._owner = owner
+        self.stream = stream
+
+    @property
+    def engines(self) -> str:
+        return self.stream.engines
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        self._owner.stop_at(self.stream, num_output_tokens)
+
+    def abort(self) -> None:
+        self._owner.abort(self.stream)
+
+    def calls_tool(self, tool: str) -> None:
+        self._owner.calls_tool(self.stream, tool)
+
+
+class SubmittingClient(ABC):
+    """The part of ``engine_client.EngineClient`` that is the same for one engine and several. Owns the sockets."""
+
+    def __init__(self, max_model_len: int, vocab_size: int) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self._context = zmq.asyncio.Context()
+        self._state_known = asyncio.Event()
+        self._was_ready = asyncio.Event()
+
+    async def wait_state_known(self) -> None:
+        """Wait until the state of an engine is known, or that none has started."""
+        await self._state_known.wait()
+
+    async def wait_ready(self) -> None:
+        """Wait until an engine accepts requests for the first time."""
+        await self._was_ready.wait()
+
+    @property
+    @abstractmethod
+    def is_full(self) -> bool:
+        """Whether no scheduler keeps up with the messages."""
+
+    @abstractmethod
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+        """Submit a request; ``parent``: as of ``Session.add``."""
+
+    async def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int] | npt.NDArray[np.int32],
+        params: SamplingParams,
+        seed: int,
+        priority: int,
+        cache_salt: str,
+        tenant: int = 0,
+        *,
+        parent: Sequence | None = None,
+        num_shared: int = 0,
+        adapter: AdapterRef | None = None,
+        job: Job = NO_JOB,
+        pooling: PoolingParams | None = None,
+        on_update: Callable[[], None],
+    ) -> ZmqSequence:
+        if self.is_full:
+            raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
+        root = parent.stream if isinstance(parent, ZmqSequence) else None
+        shared = root.tokens[:num_shared] if root is not None and num_shared else None
+        request = AddRequest(
+            request_id=request_id,
+            prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
+            sampling=params,
+            seed=seed,
+            output_token_ids=None if shared is None else np.array(shared, np.int32),
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival=time.monotonic(),
+            adapter=adapter,
+            tenant=tenant,
+            job_id=job.id,
+            is_last_step=job.is_last_step,
+            pooling=pooling,
+            hint=job.hint,
+        )
+        return await self.submit(request, on_update, root)
+
+
+class ZmqEngineClient(SubmittingClient):
+    """Implements ``engine_client.EngineClient`` for one engine."""
+
+    def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
+        super().__init__(max_model_len, vocab_size)
+        self.places: list[EnginePlace] = []
+        self._link = SchedulerLink(self._context, directory, index, Readers(), on_change=self._note)
+        self._session = self._link.session
+        self._beating: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def state(self) -> str:
+        return self._session.state
+
+    @property
+    def pause_kind(self) -> str:
+        return self._session.pause
+
+    @property
+    def seconds_without_progress(self) -> float:
+        return self._session.seconds_without_progress
+
+    def connect(self, incarnation: int = 1) -> None:
+        """Connect to the scheduler of this incarnation, which may not have started yet, and resubmit requests."""
+        if self._beating is None:
+            self._beating = asyncio.create_task(beat_each_second(self._session.beat))
+        self._session.was_ready |= incarnation > 1  # an earlier scheduler was ready
+        self._link.connect(incarnation)
+
+    async def close(self) -> None:
+        self._link.close()
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        self._context.term()  # waits at most the sockets' linger time
+
+    @property
+    def is_full(self) -> bool:
+        return self._link.is_full
+
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+        stream = self._session.add(request, on_update, parent)
+        self._idle.clear()
+        return ZmqSequence(self._session, stream)
+
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
+        self._session.require_alive()
+        return {0: await self.control("statistics")} if self._session.accepts else {}
+
+    async def control(self, kind: str) -> Statistics:
+        return await self._link.ask(lambda query: Control(kind, query))
+
+    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
+        return await self._link.ask(lambda query: UnloadAdapter(adapter.name, adapter.digest, force, query))
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Wait until no answer is in flight; return False after ``timeout`` seconds."""
+        self._settle()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def shut_down(self, detail: str) -> None:
+        """End every answer in flight with an error; each reader sees it."""
+        self._session.shut_down(detail)
+        self._settle()
+
+    def drain(self) -> None:
+        """Start to refuse new requests."""
+        if self.state != "failed":
+            self._session.become("draining")
+
+    def fail(self, reason: str) -> None:
+        """End every stream and query with ``reason``: the engine has failed."""
+        self._session.fail(reason)
+        self._state_known.set()
+        self._link.fail_queries(reason)
+        self._settle()
+
+    def _note(self, message: Message | ProtocolError | None) -> None:
+        """Note what a message has changed."""
+        if self.state == "failed":
+            self.fail(self._session.detail)
+        elif isinstance(message, EngineState):
+            self._state_known.set()
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.state == "ready":
+            self._was_ready.set()
+        if not len(self._session.table):
+            self._idle.set()
+
+
+async def beat_each_second(beat: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        beat()

@@ -1,0 +1,328 @@
+"""The front end's table of answers in flight and their unread tokens. No I/O.
+
+Both clients use it: the asynchronous one (HTTP) and the blocking one (offline API).
+"""
+
+from array import array
+from collections.abc import Callable, Iterable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.new_rows import NewRows
+from quire.protocol.errors import EngineError, InvalidRequest, QuireError
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
+from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.timeline import TimelineEvent
+
+
+class Stream:
+    """One answer in flight: its request, all tokens received, and the unread update.
+
+    Attributes:
+        request: the request as first submitted, unless that is a fork.
+        parent: the stream whose first tokens it shares, until it is submitted.
+        timeline: what happened to it so far; None if its client has not asked for that.
+        tokens: output tokens so far, int32: those that the request has from the start, which are its first update, and
+            those received. They are sent to the next scheduler if this one dies.
+        link_number: the session's link on which it was last submitted; 0 before the first submission.
+        on_update: notifies the reader of an update or an error.
+        on_over: called once, when it is over.
+        handle: the scheduler's handle of the request; None before the first message about it.
+        error: set instead of an end, if the request was refused or the engine failed.
+        engines: with several engines, those that have had it and why, such as ``2 cached, 0 load``; otherwise empty.
+        muted: the stream is no longer read; further tokens are dropped.
+        over: no further message about it is expected.
+    """
+
+    __slots__ = (
+        "_experts", "_num_deaths", "_num_tokens_at_death", "_pooled", "_prompt_logprobs", "_update", "admitted",
+        "engines", "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_over",
+        "on_update", "over", "parent", "request", "request_id", "timeline", "tokens", "was_introduced",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: AddRequest,
+        on_update: Callable[[], None] | None = None,
+        parent: "Stream | None" = None,
+        on_over: "Callable[[Stream], None] | None" = None,
+    ) -> None:
+        self.request = request
+        self.parent = parent
+        self.request_id = request.request_id
+        known = [] if request.output_token_ids is None else request.output_token_ids.tolist()
+        self.tokens = array("i", known)
+        self.link_number = 0
+        self._num_deaths = self._num_tokens_at_death = 0
+        self.on_update, self.on_over = on_update, on_over
+        self.handle: int | None = None
+        self.num_output_tokens = len(known)
+        self.num_cached_tokens = 0
+        self.engines = ""
+        self.was_introduced = False
+        self.admitted = 0.0
+        self.timeline = [TimelineEvent("queued", request.arrival)] if request.sampling.return_timeline else None
+        self.error: QuireError | None = None
+        self.muted = False
+        self.over = False
+        self._update = Update(known) if known else None
+        self._prompt_logprobs: LogprobArrays | None = None
+        self._pooled: NewRows[np.float32] | None = None
+        self._experts: NewRows[np.int32] | None = None
+
+    @classmethod
+    def muted_for(cls, stream: "Stream") -> "Stream":
+        """Return a muted stream of the same request on the same link."""
+        made = cls(stream.request)
+        made.muted, made.link_number = True, stream.link_number
+        return made
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self.over = True
+        if self.on_over is not None:
+            self.on_over(self)
+
+    def take(self) -> Update | None:
+        """Return the update since the last call, or None; raise the stream's error if there is one."""
+        if self.error is not None:
+            raise self.error
+        update, self._update = self._update, None
+        if update is not None:
+            update.num_output_tokens = self.num_output_tokens
+            update.num_cached_tokens = self.num_cached_tokens
+            update.admitted, update.timeline = self.admitted, self.timeline
+            update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+            if self._pooled is not None and update.ended is EndReason.STOPPED:
+                update.pooled = self._pooled.take()
+            if self._experts is not None:
+                update.routed_experts = self._experts.take()
+        return update
+
+    def submission(self, link_number: int) -> AddRequest:
+        """Return the request to submit on this link; from the second time on with the output tokens received.
+
+        The first time it is a fork without tokens of its own, if its parent was submitted on this link and has not
+        ended.
+        """
+        parent, self.parent = self.parent, None
+        if not self.link_number:
+            if parent is None or parent.link_number != link_number or parent.over or parent.muted:
+                return self.request
+            return msgspec.structs.replace(
+                self.request,
+                prompt_token_ids=np.zeros(0, np.int32),
+                output_token_ids=None,
+                forked_from=parent.request_id,
+                num_forked_tokens=len(self.request.prompt_token_ids) + len(self.tokens),
+            )
+        delivered = np.array(self.tokens, np.int32) if self.tokens else None
+        return msgspec.structs.replace(self.request, output_token_ids=delivered, resubmitted=True)
+
+    @property
+    def num_deaths(self) -> int:
+        """Number of scheduler deaths with this request in flight since it last received a token."""
+        return self._num_deaths if len(self.tokens) == self._num_tokens_at_death else 0
+
+    def note_death(self) -> None:
+        self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
+
+    def place_prompt_logprobs(self, start: int, part: LogprobArrays) -> None:
+        """Keep a part of the prompt's log probabilities, from prompt token ``start`` on, for the first update.
+
+        Parts that arrive after the first output token are repeats after a preemption, and are dropped. Parts may differ
+        in width; the columns that all of them have are the requested ones.
+        """
+        if not self.muted and not self.num_output_tokens:
+            self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).overlaid(start - 1, part)
+
+    def place_pooled(self, start: int, rows: npt.NDArray[np.float32]) -> None:
+        """Keep vectors or scores, of which these begin at row ``start``, for the last update."""
+        if not self.muted:
+            self._pooled = self._pooled or NewRows()
+            self._pooled.add(start, rows)
+
+    def place_experts(self, start: int, rows: npt.NDArray[np.int32]) -> None:
+        """Keep the routed experts of the positions from ``start`` on for the next update, after its tokens were added.
+
+        The last token has none: it may be followed by others that were computed and do not count.
+        """
+        if not self.muted:
+            most = len(self.request.prompt_token_ids) + len(self.tokens) - 1
+            self._experts = self._experts or NewRows()
+            self._experts.add(start, rows[: max(most - start, 0)])
+
+    def add(self, token: int) -> None:
+        """Add an output token to the unread update. Called once per token of each stream."""
+        self.tokens.append(token)
+        self.num_output_tokens += 1
+        if self._update is None:
+            self._update = Update([token])
+        else:
+            self._update.token_ids.append(token)
+
+    def pending(self) -> Update:
+        """Return the unread update, for the table to add to."""
+        if self._update is None:
+            self._update = Update()
+        return self._update
+
+
+def call_now(on_update: Callable[[], None]) -> None:
+    on_update()
+
+
+class StreamTable:
+    """All streams in flight of one front end, by request id and by handle."""
+
+    def __init__(self, notify: Callable[[Callable[[], None]], None] = call_now) -> None:
+        """``notify``: calls the ``on_update`` of a stream, now or later."""
+        self._notify = notify
+        self._by_id: dict[str, Stream] = {}
+        self._by_handle: dict[int, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The streams in order of arrival."""
+        return list(self._by_id.values())
+
+    def add(self, stream: Stream) -> None:
+        """Add a stream; raise InvalidRequest if the request id is in use."""
+        if stream.request_id in self._by_id:
+            raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
+        self._by_id[stream.request_id] = stream
+
+    def remove(self, stream: Stream) -> None:
+        """Remove a stream that continues in another table."""
+        del self._by_id[stream.request_id]
+        if stream.handle is not None:
+            del self._by_handle[stream.handle]
+            stream.handle = None
+
+    def replace(self, stream: Stream, other: Stream) -> None:
+        """Let ``other`` receive what still arrives for a stream that continues in another table."""
+        handle = stream.handle
+        self.remove(stream)
+        self.add(other)
+        if handle is not None:
+            other.handle, self._by_handle[handle] = handle, other
+
+    def forget_handles(self) -> None:
+        """Forget all handles, which belong to the previous link."""
+        for stream in self._by_handle.values():
+            stream.handle = None
+        self._by_handle.clear()
+
+    def drop(self, stream: Stream) -> None:
+        """Remove a stream for which no end message is expected."""
+        del self._by_id[stream.request_id]
+        stream.end()
+
+    def end_failed(self, stream: Stream, detail: str) -> None:
+        """End a stream with an error without waiting for the scheduler."""
+        self.drop(stream)
+        update = stream.pending()
+        update.ended, update.detail = EndReason.ERROR, detail
+        self._wake([stream])
+
+    def apply(self, message: StepOutputs) -> None:
+        """Apply a step's outputs to the streams, and notify each affected stream once."""
+        for introduced in message.introduced:
+            stream = self._by_id[introduced.request_id]
+            stream.handle = introduced.handle
+            if not stream.was_introduced:  # not after a resubmission, which may hit the request's own blocks
+                stream.was_introduced = True
+                stream.num_cached_tokens = introduced.num_cached_tokens
+                stream.admitted = introduced.admitted
+            self._by_handle[introduced.handle] = stream
+        for request_id, event in message.timeline:
+            if (found_stream := self._by_id.get(request_id)) is not None and found_stream.timeline is not None:
+                found_stream.timeline.append(event)  # those of a beam have no stream
+        if message.prompt_logprobs is not None:
+            for handle, start, part in message.prompt_logprobs.parts():
+                self._by_handle[handle].place_prompt_logprobs(start, part)
+        touched: dict[int, Stream] = {}
+        if message.handles is not None and message.tokens is not None:
+            handles = _handle_per_token(message.handles, message.counts)
+            touched = self._apply_tokens(handles, message.tokens.tolist())
+            if message.logprobs is not None:
+                self._apply_logprobs(message.logprobs, handles)
+        if message.pooled is not None:
+            for handle, start, rows in message.pooled.parts():
+                self._by_handle[handle].place_pooled(start, rows)
+        if message.routed_experts is not None:
+            for handle, start, experts in message.routed_experts.parts():
+                self._by_handle[handle].place_experts(start, experts)
+        for handle, found in message.hypotheses:
+            self._by_handle[handle].pending().hypotheses = found
+        for ended in message.ended:
+            stream = self._by_handle.pop(ended.handle)
+            del self._by_id[stream.request_id]
+            stream.num_output_tokens = ended.num_output_tokens
+            update = stream.pending()
+            update.ended = EndReason(ended.reason)
+            update.stop_reason, update.detail = ended.stop_reason, ended.detail
+            stream.end()
+            touched[ended.handle] = stream
+        self._wake(touched.values())
+
+    def get(self, request_id: str) -> Stream | None:
+        return self._by_id.get(request_id)
+
+    def reject(self, message: Rejected) -> None:
+        """End the stream of a request that the scheduler refused."""
+        stream = self._by_id.pop(message.request_id, None)
+        if stream is not None:
+            self._end_with(stream, InvalidRequest(message.message, message.param or None, message.code))
+
+    def fail(self, reason: str) -> None:
+        """End all streams with ``reason``: the engine has failed."""
+        streams = list(self._by_id.values())
+        self._by_id.clear()
+        self._by_handle.clear()
+        for stream in streams:
+            self._end_with(stream, EngineError(reason))
+
+    def _end_with(self, stream: Stream, error: QuireError) -> None:
+        stream.error = error
+        stream.end()
+        self._wake([stream])
+
+    def _wake(self, streams: Iterable[Stream]) -> None:
+        """Notify the readers of these streams, which have an update or an error."""
+        notify = self._notify
+        for stream in streams:
+            if stream.on_update is not None and not stream.muted:
+                notify(stream.on_update)
+
+    def _apply_tokens(self, handles: list[int], tokens: list[int]) -> dict[int, Stream]:
+        touched: dict[int, Stream] = {}
+        for handle, token in zip(handles, tokens, strict=True):
+            stream = self._by_handle[handle]
+            if not stream.muted:
+                stream.add(token)
+            touched[handle] = stream
+        return touched
+
+    def _apply_logprobs(self, logprobs: Logprobs, handles: list[int]) -> None:
+        for row, entry in zip(logprobs.rows, logprobs.arrays.entries(), strict=True):
+            stream = self._by_handle[handles[row]]
+            if stream.muted:
+                continue
+            update = stream.pending()
+            if update.logprobs is None:
+                update.logprobs = []
+            update.logprobs.append(entry)
+
+
+def _handle_per_token(handles: Int32, counts: Int32 | None) -> list[int]:
+    """Return the handle of each token. A request with accepted draft tokens has several."""
+    per_token: list[int] = (handles if counts is None else np.repeat(handles, counts)).tolist()
+    return per_token

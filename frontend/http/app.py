@@ -1,0 +1,192 @@
+"""The route table and the ASGI application."""
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.frontend.engine.engine_client import EngineClient
+from quire.frontend.http.dialects.messages import count_message_tokens, create_message
+from quire.frontend.http.dialects.responses import (
+    count_input_tokens,
+    list_input_items,
+    stored_response,
+)
+from quire.frontend.http.dialects.responses_compact import compact
+from quire.frontend.http.dialects.responses_socket import responses
+from quire.frontend.http.page.page import show_page
+from quire.frontend.http.routes.adapters import load_adapter, unload_adapter
+from quire.frontend.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
+from quire.frontend.http.routes.chat import chat_completions
+from quire.frontend.http.routes.completions import completions
+from quire.frontend.http.routes.engines import give_order, list_engines
+from quire.frontend.http.routes.fork import fork, fork_here
+from quire.frontend.http.routes.models import list_models, show_model
+from quire.frontend.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
+from quire.frontend.http.routes.sessions import open_session, session
+from quire.frontend.http.routes.tokens import detokenize, tokenize, tokenizer_info
+from quire.frontend.http.schema.errors import ApiError, shorten
+from quire.frontend.http.serving.access_log import AccessLog
+from quire.frontend.http.serving.body import json_response
+from quire.frontend.http.serving.gate import ADAPTER_PATHS, Gate
+from quire.frontend.http.serving.heads import RootPath
+from quire.frontend.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
+from quire.frontend.http.serving.server import Server, ServerSettings
+from quire.protocol.process.fleet_orders import ORDERS
+
+
+class _ResponseId(StringConvertor):
+    """Ids of responses in paths, apart from the other routes below /v1/responses."""
+
+    regex = "resp_[^/]+"
+
+
+register_url_convertor("response", _ResponseId())
+
+Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
+
+
+class Status(msgspec.Struct, frozen=True):
+    status: str
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+async def health(server: Server, request: Request) -> Response:
+    """Return 200 while the engine makes progress, recovery included, and 503 while it starts, after it has failed, or
+    when it has produced no token for too long."""
+    is_healthy = server.engine.state in ("ready", "recovering", "draining") and not server.is_stuck
+    return json_response(Status(server.status), 200 if is_healthy else 503)
+
+
+async def ready(server: Server, request: Request) -> Response:
+    """Return 200 while a load balancer should send new requests here, and 503 otherwise.
+
+    A recovering engine is ready: new requests only wait until the recovery is over. A paused one is not.
+    """
+    is_ready = server.engine.state in ("ready", "recovering") and not server.is_stuck and not server.engine.pause_kind
+    return json_response(Status(server.status), 200 if is_ready else 503)
+
+
+async def version(server: Server, request: Request) -> Response:
+    return json_response(Version(server.settings.version))
+
+
+async def metrics(server: Server, request: Request) -> Response:
+    server.note_sessions()
+    body = await server.metrics.render(server.engine)
+    return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", show_page),
+    ("GET", "/v1/models", list_models),
+    ("GET", "/v1/models/{name:path}", show_model),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/messages", create_message),
+    ("POST", "/v1/messages/count_tokens", count_message_tokens),
+    ("GET POST", "/v1/responses", responses),
+    ("POST", "/v1/responses/input_tokens", count_input_tokens),
+    ("POST", "/v1/responses/compact", compact),
+    ("GET DELETE", "/v1/responses/{id:response}", stored_response),
+    ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
+    ("POST", "/v1/requests/{id:path}/fork", fork),
+    ("POST", "/v1/sessions", open_session),
+    ("GET DELETE", "/v1/sessions/{id}", session),
+    ("POST", "/v1/embeddings", embeddings),
+    *(("POST", path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    *(("POST", path, score) for path in ("/score", "/v1/score")),
+    *(("POST", path, classify) for path in ("/classify", "/v1/classify")),
+    ("POST", "/pooling", pooling),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/tokenizer_info", tokenizer_info),
+    ("GET", "/health", health),
+    ("GET", "/ready", ready),
+    ("GET", "/version", version),
+    ("GET", "/metrics", metrics),
+)
+# Routes that exist only with administrator's keys, all below gate.ADMIN_PATH.
+ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/admin/pause", pause),
+    ("POST", "/admin/resume", resume),
+    ("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
+    ("GET", "/admin/state", engine_state),
+    ("GET", "/admin/engines", list_engines),
+    *(("POST", f"/admin/engines/{order}", give_order(order)) for order in ORDERS),
+)
+# Routes that need adapters, too.
+ADAPTER_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", ADAPTER_PATHS[0], load_adapter),
+    ("POST", ADAPTER_PATHS[1], unload_adapter),
+)
+
+
+def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
+    """Make the application that serves ``engine``. Its only state is metrics; it starts and stops no process."""
+    server = Server(engine, settings)
+    routes = ROUTES
+    if settings.admin_api_keys:
+        routes += ADMIN_ROUTES + (ADAPTER_ROUTES if settings.adapters is not None else ())
+    app = Starlette(
+        routes=[Route(path, partial(handler, server), methods=methods.split()) for methods, path, handler in routes],
+        middleware=_middleware(settings),
+        exception_handlers={HTTPException: _routing_error},
+    )
+    # For the other front ends.
+    app.state.response_store = server.response_store
+    app.state.fork = partial(fork_here, server)
+    app.state.note_sessions = server.note_sessions
+    # A redirect would contain the client's Host header, and RootPath has removed the slash.
+    app.router.redirect_slashes = False
+    return app
+
+
+def _middleware(settings: ServerSettings) -> list[Middleware]:
+    """Return the layers around the routes, outermost first."""
+    guard = Middleware(
+        OriginGuard,
+        settings.allowed_origins,
+        settings.allowed_hosts,
+        settings.own_names,
+        has_keys=bool(settings.api_keys),
+    )
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=[origin.lower() for origin in settings.allowed_origins],
+        allow_methods=CORS_METHODS,
+        allow_headers=["*"],
+        expose_headers=CORS_EXPOSED_HEADERS,
+    )
+    gate = Middleware(Gate, settings.api_keys, settings.address_salt, admin_api_keys=settings.admin_api_keys)
+    path = Middleware(RootPath, settings.root_path)
+    return [path, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """Return Starlette's routing errors (404, 405) as OpenAI error objects."""
+    path: str = request.scope["path"]
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    match status:
+        case 404:
+            hint = ": the server needs --enable-lora and --admin-api-key" if path in ADAPTER_PATHS else ""
+            return ApiError(404, f"{shorten(path)} not found{hint}", None, "not_found").response(path)
+        case 405:
+            text = f"method {shorten(request.method)} not allowed for this path"
+            return ApiError(405, text, None, "method_not_allowed").response(path, headers)
+        case _:
+            return ApiError(status, "request refused", None, None).response(path, headers)

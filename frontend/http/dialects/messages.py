@@ -1,0 +1,38 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for conversations."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.frontend.http.dialects.messages_body import parse_messages
+from quire.frontend.http.dialects.messages_events import MessageFormatter
+from quire.frontend.http.routes.conversation import encode_conversation
+from quire.frontend.http.routes.generate import Generation, new_request_id
+from quire.frontend.http.serving.body import json_response, read_json
+from quire.frontend.http.serving.gate import IGNORED_FIELDS
+from quire.frontend.http.serving.server import Server
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+async def create_message(server: Server, request: Request) -> ASGIApp:
+    server.require_generation(request.scope["path"])
+    parsed, size = await read_json(request, server.texts, lambda raw: parse_messages(server.parser, raw))
+    prompt, new_reader = await encode_conversation(server, parsed.chat, size)
+    formatter = MessageFormatter(
+        parsed, len(prompt.token_ids), new_reader(), new_request_id("msg", request).replace("-", "_", 1)
+    )
+    return Generation(server, parsed.chat, [prompt], formatter, formatter.style)
+
+
+async def count_message_tokens(server: Server, request: Request) -> Response:
+    parsed, size = await read_json(
+        request, server.texts, lambda raw: parse_messages(server.parser, raw, count_only=True)
+    )
+    request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
+    await server.find_adapter(parsed.chat.model)
+    prompt, _ = await encode_conversation(server, parsed.chat, size)
+    return json_response(TokenCount(len(prompt.token_ids)))

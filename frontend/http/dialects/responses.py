@@ -1,0 +1,244 @@
+"""/v1/responses: OpenAI's API for conversations of items, and the responses that it has stored."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
+from quire.frontend.http.dialects.responses_events import SSE, ResponsesFormatter, Store, Transport
+from quire.frontend.http.routes.conversation import AnswerReader, encode_conversation
+from quire.frontend.http.routes.generate import Generation
+from quire.frontend.http.schema.errors import ApiError, shorten
+from quire.frontend.http.serving.body import parse_body, read_body
+from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.frontend.http.serving.server import Server
+from quire.frontend.http.stored.response_peers import ResponsePeers
+from quire.frontend.http.stored.response_store import ResponseStore, StoredResponse
+from quire.frontend.sessions.open_session import OpenSession, Piece
+from quire.frontend.text.prompts import Prompt
+from quire.protocol.errors import InvalidRequest
+
+MAX_FETCHED = 64
+"""Responses of other front ends to which one request may refer; the body is parsed once more for each."""
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+async def create_response(server: Server, request: Request) -> ASGIApp:
+    server.require_generation(request.scope["path"])
+    parsed, size = await _read(server, request)
+    store = None
+    if parsed.store and server.response_store.is_enabled:
+        store = partial(store_response, server.response_store, request.scope["state"][TENANT], parsed)
+    return await generation(server, parsed, size, store)
+
+
+async def generation(
+    server: Server,
+    parsed: ResponsesRequest,
+    num_body_bytes: int,
+    store: Store | None,
+    transport: Transport = SSE,
+    so_far: OpenSession | None = None,
+    session: OpenSession | None = None,
+) -> Generation:
+    """Return the ASGI application that answers a request.
+
+    Args:
+        store: stores the response, if that is wanted.
+        so_far: what the conversation may begin with, whose tokens the prompt then begins with.
+        session: gets the tokens of the prompt and the answer.
+    """
+    prompt, new_reader = await encode_request(server, parsed, num_body_bytes, so_far)
+    formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), new_reader(), store, transport)
+    piece = None
+    if session is not None:
+        piece = Piece("", session, prompt.token_ids.tolist(), server.engine.max_model_len)
+    return Generation(server, parsed.chat, [prompt], formatter, formatter.style, piece=piece)
+
+
+async def count_input_tokens(server: Server, request: Request) -> Response:
+    parsed, size = await _read(server, request)
+    request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
+    await server.find_adapter(parsed.chat.model)
+    prompt, _ = await encode_request(server, parsed, size)
+    return _json(msgspec.json.encode(InputTokens(len(prompt.token_ids))))
+
+
+async def stored_response(server: Server, request: Request) -> Response:
+    """Return a stored response, or delete it."""
+    if request.method == "DELETE":
+        return await _delete(server, request)
+    if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        text = "stream must be false: the events of a stored response are not kept"
+        raise ApiError(400, text, "stream", "unsupported")
+    return _json((await _stored(server, request)).body)
+
+
+async def list_input_items(server: Server, request: Request) -> Response:
+    """Return all input items of a response, the newest first unless ``order`` is asc."""
+    items = [_with_id(item, i) for i, item in enumerate((await _stored(server, request)).input)]
+    if request.query_params.get("order", "desc") != "asc":
+        items.reverse()
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
+    return _json(msgspec.json.encode({"object": "list", "data": items, "has_more": False, **ends}))
+
+
+async def _delete(server: Server, request: Request) -> Response:
+    tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
+    found = server.response_store.delete(tenant, response_id)
+    if not found and not await server.response_peers.delete(tenant, response_id):
+        raise not_stored(server.response_store, response_id, None)
+    return _json(msgspec.json.encode(Deleted(response_id)))
+
+
+async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
+    body = await read_body(request)
+    parse = partial(parse_responses, server.parser)
+    return await read_with_stored(server, request.scope["state"][TENANT], body, parse), len(body)
+
+
+async def read_with_stored(
+    server: Server,
+    tenant: int,
+    body: bytes,
+    parse: Callable[[dict[str, Any], Lookup], ResponsesRequest],
+    connection: object | None = None,
+) -> ResponsesRequest:
+    """Return the request in a body. What it refers to may be stored by another front end, which is asked for it.
+
+    ``connection``: as in ``ResponseStore.get``.
+
+    Raises:
+        ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``ResponsePeers``.
+    """
+    stored = StoredItems(server.response_store, tenant, connection)
+    lookup = Lookup(stored.conversation, stored.chain, stored.item)
+    while True:
+        try:
+            return await server.texts.run(len(body), lambda: parse_body(body, lambda raw: parse(raw, lookup)))
+        except NotStored as missing:
+            if not await stored.fetch(server.response_peers, missing):
+                raise
+
+
+async def encode_request(
+    server: Server, parsed: ResponsesRequest, num_body_bytes: int, so_far: OpenSession | None = None
+) -> tuple[Prompt, Callable[[], AnswerReader]]:
+    size = num_body_bytes + sum(map(len, parsed.before))
+    try:
+        return await encode_conversation(server, parsed.chat, size, so_far=so_far)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
+
+
+class StoredItems:
+    """What one request refers to: the responses of this front end, and those fetched from others."""
+
+    def __init__(self, store: ResponseStore, tenant: int, connection: object | None) -> None:
+        self._store = store
+        self._tenant = tenant
+        self._connection = connection
+        self._fetched: dict[str, StoredResponse] = {}
+
+    def conversation(self, response_id: str) -> tuple[bytes, ...]:
+        return self._get(response_id).conversation
+
+    def chain(self, response_id: str) -> str:
+        return self._get(response_id).chain or response_id
+
+    def _get(self, response_id: str) -> StoredResponse:
+        found = self._fetched.get(response_id) or self._store.get(self._tenant, response_id, self._connection)
+        if found is None:
+            raise NotStored(not_stored(self._store, response_id, "previous_response_id"), response_id, is_item=False)
+        return found
+
+    def item(self, item_id: str, where: str) -> bytes:
+        fetched = (each for each in self._fetched.values() if item_id in each.output_ids)
+        found = next(fetched, None) or self._store.with_item(self._tenant, item_id)
+        if found is None:
+            error = ApiError(404, f"item {shorten(item_id)} not found: send the item itself", where, "not_found")
+            raise NotStored(error, item_id, is_item=True)
+        return found.item(item_id)
+
+    async def fetch(self, peers: ResponsePeers, missing: "NotStored") -> bool:
+        """Fetch what is missing; return False if no front end has it."""
+        if len(self._fetched) >= MAX_FETCHED:
+            return False
+        find = peers.with_item if missing.is_item else peers.get
+        found = await find(self._tenant, missing.id)
+        if found is None:
+            return False
+        self._fetched[missing.id] = found
+        return True
+
+
+class NotStored(ApiError):
+    """This front end does not have a response, or an item. ``error``: what the client gets if no other one has it."""
+
+    def __init__(self, error: ApiError, missing_id: str, *, is_item: bool) -> None:
+        super().__init__(error.status, error.message, error.param, error.code)
+        self.id = missing_id
+        self.is_item = is_item
+
+
+async def _stored(server: Server, request: Request) -> StoredResponse:
+    tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
+    found = server.response_store.get(tenant, response_id) or await server.response_peers.get(tenant, response_id)
+    if found is None:
+        raise not_stored(server.response_store, response_id, None)
+    return found
+
+
+def not_stored(store: ResponseStore, response_id: str, param: str | None) -> ApiError:
+    hint = "it may have been dropped: send the whole conversation as input"
+    if not store.is_enabled:
+        hint = "this server stores no responses: send the whole conversation as input"
+    text = f"response {shorten(response_id)} not found; {hint}"
+    return ApiError(404, text, param, "previous_response_not_found" if param else "not_found")
+
+
+def store_response(
+    store: ResponseStore,
+    tenant: int,
+    parsed: ResponsesRequest,
+    response_id: str,
+    body: bytes,
+    output: Sequence[dict[str, Any]],
+    *,
+    only_for: object | None = None,
+) -> None:
+    """Store a finished response. ``only_for``: as in ``StoredResponse``."""
+    items = tuple(msgspec.json.encode(item) for item in output)
+    ids = () if only_for is not None else tuple(item["id"] for item in output)
+    conversation = (*parsed.before, *parsed.input, *items)
+    sizes = len(parsed.before), len(parsed.input)
+    response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain)
+    store.add(tenant, response_id, response)
+
+
+def _with_id(item: bytes, index: int) -> dict[str, Any]:
+    """Return an input item with the fields that clients expect of each."""
+    fields: dict[str, Any] = msgspec.json.decode(item)
+    kind = fields.get("type", "message")
+    if kind == "message" and isinstance(fields.get("content"), str):
+        fields["content"] = [{"type": "input_text", "text": fields["content"]}]
+    return {"id": f"item_{index}", "type": kind, **fields}
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,311 @@
+"""The inputs of one request for vectors or scores in the engine: a bounded number at a time, results in their order."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.frontend.engine.answers import OutputDelta
+from quire.frontend.engine.engine_client import Sequence, Update
+from quire.frontend.http.schema.errors import ApiError, aborted_request, as_api_error, failed_request
+from quire.frontend.http.schema.pooling_requests import PooledRequest
+from quire.frontend.http.serving.metrics import SequenceClock
+from quire.frontend.http.serving.server import Server
+from quire.frontend.text.pooling.chat_texts import ChatText
+from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput, for_prompt
+from quire.frontend.text.pooling.pairs import TextPair
+from quire.frontend.text.prompts import Prompt
+from quire.frontend.text.text_in import LONG_TEXT_CHARS
+from quire.protocol.errors import InvalidRequest
+from quire.protocol.request.pooling_params import NO_SAMPLING
+from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.wire.front_end_messages import EndReason
+
+WINDOW = 512
+"""Inputs between the first one without a written result and the last one that was submitted."""
+MAX_BYTES = 64 * 2**20
+"""Size of the prompts and results of these inputs, unless it is one input."""
+ENCODED_TOGETHER = 32
+ENCODED_CHARS = 65536
+"""Inputs, and characters, that are tokenized before others are served."""
+RETRY_S = 0.05
+"""Time after which an input is resubmitted, if the engine has refused it and has none of the request's."""
+OWN_ERRORS = frozenset(("invalid_value", "context_length_exceeded", "kv_pool_too_small"))
+"""Codes of a refusal by the scheduler that concerns one input only."""
+
+Rows = npt.NDArray[np.float32]
+Outcome = Rows | ApiError
+Batch = list[tuple[int, Outcome]]
+
+
+@dataclass(slots=True)
+class _Open:
+    """One input in the engine. ``size``: bytes of its prompt and its result."""
+
+    prompt: Prompt
+    sequence: Sequence
+    clock: SequenceClock
+    size: int
+
+
+class PooledRun:
+    """Submits inputs and returns what becomes of each: float32 ``[rows, width]``, or an error of this input alone.
+
+    Attributes:
+        clocks: of all inputs that were submitted, if requests are traced.
+        num_prompt_tokens: of the inputs that have a result.
+        num_cached_tokens: of these, found in the prefix cache.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        encoder: InputEncoder,
+        request: PooledRequest,
+        request_id: str,
+        tenant: int,
+        *,
+        fails_together: bool,
+    ) -> None:
+        """``fails_together``: the error of one input is that of the request. All inputs are then tokenized first."""
+        self._server = server
+        self._encoder = encoder
+        self._request = request
+        self._request_id = request_id
+        self._tenant = tenant
+        self._fails_together = fails_together
+        self._arrival = server.metrics.now()
+        self._adapter: AdapterRef | None = None
+        self._encoded: deque[tuple[int, Prompt]] = deque()
+        self._open: dict[int, _Open] = {}
+        self._done: dict[int, Outcome] = {}
+        self._ready: deque[int] = deque()
+        self._wake = asyncio.Event()
+        self._next_encoded = self._num_returned = self._num_bytes = self._num_ended = 0
+        self._is_refused = False
+        """The scheduler's queue was full, and no input has ended since."""
+        self.clocks: list[SequenceClock] = []
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+
+    async def results(self) -> AsyncIterator[Batch]:
+        """Yield the outcomes in the order of the inputs, those that are known together.
+
+        However this ends, no input is left in the engine.
+
+        Raises:
+            InvalidRequest, ApiError, EngineError: the whole request is refused, or the engine has failed.
+        """
+        num_inputs = len(self._request.inputs)
+        limit = self._server.key_queues.limit
+        window = min(num_inputs, WINDOW, limit or WINDOW)
+        with self._server.key_queues.enter(self._tenant, window) as waiting:
+            try:
+                self._adapter = await self._server.find_adapter(self._request.model)
+                while self._fails_together and await self._encode(num_inputs):
+                    pass
+                while self._num_returned < num_inputs:
+                    await self._submit(window)
+                    if not self._ready and self._num_returned not in self._done:
+                        await self._wait()
+                    self._take()
+                    waiting.reduce_to(num_inputs - self._num_ended)
+                    if batch := self._in_order():
+                        yield batch
+            finally:
+                for each in self._open.values():
+                    each.sequence.abort()
+                    each.clock.end("abort")
+
+    async def _wait(self) -> None:
+        """Wait for the engine to end an input, or to take one after it has refused all."""
+        self._wake.clear()
+        if self._open:
+            await self._wake.wait()
+        else:
+            await asyncio.sleep(RETRY_S)
+            self._is_refused = False
+
+    def _in_order(self) -> Batch:
+        batch: Batch = []
+        while self._num_returned in self._done:
+            batch.append((self._num_returned, self._done.pop(self._num_returned)))
+            self._num_returned += 1
+        return batch
+
+    # ---- from inputs to the engine
+
+    async def _submit(self, window: int) -> None:
+        """Fill the window, unless results wait to be returned."""
+        while not self._ready and self._num_returned not in self._done:
+            if not self._encoded:
+                if not await self._encode(window):
+                    return
+                continue
+            index, prompt = self._encoded[0]
+            size = self._size(prompt)
+            has_room = not self._open or self._num_bytes + size <= MAX_BYTES
+            if not has_room or (self._is_refused and self._open):
+                return
+            if not await self._add(index, prompt, size):
+                return
+            self._encoded.popleft()
+
+    async def _encode(self, window: int) -> bool:
+        """Tokenize the next inputs; return False if there are none, or the window is full."""
+        begin = self._next_encoded
+        end = min(len(self._request.inputs), self._num_returned + window, begin + ENCODED_TOGETHER)
+        num_chars, stop = 0, begin
+        while stop < end and (stop == begin or num_chars < ENCODED_CHARS):
+            num_chars += _num_chars(self._request.inputs[stop], self._encoder)
+            stop += 1
+        if stop == begin:
+            return False
+        self._next_encoded = stop
+        for index, found in enumerate(
+            await self._server.texts.run(num_chars, lambda: self._prompts(begin, stop)), begin
+        ):
+            if isinstance(found, Prompt):
+                self._encoded.append((index, found))
+            else:
+                self._fail(index, found)
+                self._num_ended += 1
+        return True
+
+    def _prompts(self, begin: int, end: int) -> list[Prompt | InvalidRequest]:
+        request = self._request
+        found: list[Prompt | InvalidRequest] = []
+        for index in range(begin, end):
+            try:
+                prompt = self._encoder.encode(
+                    request.inputs[index],
+                    request.truncation,
+                    request.field_of(index),
+                    add_special_tokens=request.add_special_tokens,
+                )
+                found.append(prompt)
+            except InvalidRequest as error:
+                found.append(error)
+        return found
+
+    def _size(self, prompt: Prompt) -> int:
+        params = self._request.params
+        num_rows = len(prompt.token_ids) if params.task == "token_embed" else 1
+        return 4 * (len(prompt.token_ids) + num_rows * self._encoder.pooling.width(params.task, params.dimensions))
+
+    async def _add(self, index: int, prompt: Prompt, size: int) -> bool:
+        """Submit one input; return False if the engine takes no more at present."""
+        try:
+            sequence = await self._server.engine.add(
+                f"{self._request_id}-{index}",
+                prompt.token_ids,
+                NO_SAMPLING,
+                0,
+                self._request.priority,
+                self._request.cache_salt,
+                self._tenant,
+                adapter=self._adapter,
+                pooling=for_prompt(self._request.params, prompt),
+                on_update=partial(self._note, index),
+            )
+        except InvalidRequest as refused:
+            if refused.code != "queue_full" or not (self._open or self._num_returned):
+                raise
+            self._is_refused = True
+            return False
+        clock = SequenceClock(self._server.metrics, self._arrival, len(prompt.token_ids))
+        if self._server.settings.tracer is not None:
+            self.clocks.append(clock)
+        self._open[index] = _Open(prompt, sequence, clock, size)
+        self._num_bytes += size
+        return True
+
+    # ---- from the engine to outcomes
+
+    def _note(self, index: int) -> None:
+        """The engine client's callback."""
+        self._ready.append(index)
+        self._wake.set()
+
+    def _take(self) -> None:
+        while self._ready:
+            index = self._ready.popleft()
+            each = self._open.get(index)
+            if each is None:
+                continue
+            try:
+                update = each.sequence.take()
+            except InvalidRequest as refused:
+                self._refuse(index, each, refused)
+                continue
+            if update is None or update.ended is None:
+                continue
+            self._close(index, each)
+            self._is_refused = False
+            self._end(index, each, update)
+
+    def _refuse(self, index: int, each: _Open, refused: InvalidRequest) -> None:
+        """Submit an input later if the scheduler's queue was full; otherwise it fails, alone if the reason is its own.
+
+        Raises:
+            InvalidRequest: the reason concerns all inputs.
+        """
+        self._close(index, each)
+        if refused.code == "queue_full" and (self._open or self._num_returned):
+            self._num_ended -= 1
+            self._encoded.appendleft((index, each.prompt))
+            self._is_refused = True
+            return
+        if refused.code not in OWN_ERRORS:
+            raise refused
+        each.clock.end("error")
+        self._fail(index, refused)
+
+    def _close(self, index: int, each: _Open) -> None:
+        del self._open[index]
+        self._num_bytes -= each.size
+        self._num_ended += 1
+
+    def _fail(self, index: int, error: ApiError | InvalidRequest) -> None:
+        """Make this the outcome of an input, or raise it as that of the request."""
+        if self._fails_together:
+            raise error
+        self._done[index] = as_api_error(error)
+
+    def _end(self, index: int, each: _Open, update: Update) -> None:
+        """Note the outcome of an input; raise ApiError if it ends the request, as an administrator's abort does."""
+        assert update.ended is not None
+        detail = update.pooling_error
+        rows = None if detail else update.pooled
+        reason = "error" if rows is None and update.ended is EndReason.STOPPED else update.ended.finish_reason
+        each.clock.record(
+            OutputDelta("", [], None, reason, None, 0, update.num_cached_tokens, detail, None, update.admitted)
+        )
+        if reason == "abort":
+            raise aborted_request()
+        if rows is None:
+            self._fail(index, failed_request(self._without_path(detail)))
+            return
+        self._done[index] = rows
+        self.num_prompt_tokens += len(each.prompt.token_ids)
+        self.num_cached_tokens += update.num_cached_tokens
+
+    def _without_path(self, text: str) -> str:
+        return text if self._adapter is None else text.replace(self._adapter.path, self._adapter.name)
+
+
+def _num_chars(given: PoolingInput, encoder: InputEncoder) -> int:
+    """Return the characters of an input, or its number of token ids. Rendering never runs on the event loop."""
+    match given:
+        case ChatText():
+            return len(given.text) + LONG_TEXT_CHARS + 1
+        case TextPair():
+            is_rendered = encoder.pooling.message_format != ""
+            return len(given.first) + len(given.second) + is_rendered * (LONG_TEXT_CHARS + 1)
+        case str() | list():
+            return len(given)
+        case _:
+            return ENCODED_CHARS

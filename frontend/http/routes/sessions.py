@@ -1,0 +1,149 @@
+"""Open sessions: /v1/sessions, and the requests of completions and chat that continue one."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.frontend.http.routes.fork_peers import ask_peer
+from quire.frontend.http.routes.session_peers import SessionQuestion
+from quire.frontend.http.schema.bodies import SessionBody
+from quire.frontend.http.schema.schema import CommonRequest
+from quire.frontend.http.serving.body import json_response, parse_body, read_body
+from quire.frontend.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
+from quire.frontend.http.serving.server import Server
+from quire.frontend.http.serving.tracing import PARENT_HEADERS
+from quire.frontend.sessions.chat_piece import check_kind, whole_prompt
+from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece, check_number
+from quire.frontend.sessions.session_store import front_end_of, not_found
+from quire.frontend.text.prompts import Prompt
+from quire.protocol.errors import InvalidRequest
+
+R = TypeVar("R", bound=CommonRequest)
+
+
+class SessionObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A session as clients see it. ``pieces``: the number of the next piece; ``timeout``: seconds without a piece
+    after which it ends."""
+
+    id: str
+    object: str = "session"
+    status: str
+    pieces: int
+    tokens: int
+    timeout: float
+
+
+async def open_session(server: Server, request: Request) -> Response:
+    """Open a session, which begins without tokens."""
+    server.require_generation(request.scope["path"])
+    tenant = request.scope["state"][TENANT]
+    with _counted(server):
+        session_id = server.sessions.open(tenant)
+    return _object(server, session_id, server.sessions.get(tenant, session_id))
+
+
+async def session(server: Server, request: Request) -> ASGIApp:
+    """Return a session, or end it."""
+    session_id = request.path_params["id"]
+    elsewhere = await find_elsewhere(server, request, session_id, b"")
+    if elsewhere is not None:
+        return elsewhere
+    tenant, is_end = request.scope["state"][TENANT], request.method == "DELETE"
+    found = (server.sessions.close if is_end else server.sessions.get)(tenant, session_id)
+    return _object(server, session_id, found, "ended" if is_end else None)
+
+
+def _object(server: Server, session_id: str, found: OpenSession, status: str | None = None) -> Response:
+    shown = SessionObject(
+        id=session_id,
+        status=status or ("busy" if found.is_busy else "idle"),
+        pieces=found.num_pieces,
+        tokens=found.num_tokens,
+        timeout=server.sessions.timeout_s,
+    )
+    return json_response(shown)
+
+
+async def read_piece(
+    server: Server, request: Request, parse: Callable[[dict[str, Any]], R]
+) -> tuple[R, int, ASGIApp | None]:
+    """Return the request in a body, and its size in bytes. The third value is the response of another front end, if the
+    request continues a session of that one."""
+    body = await read_body(request)
+    parsed = await server.texts.run(len(body), lambda: parse_body(body, parse))
+    request.scope["state"][IGNORED_FIELDS] = parsed.ignored  # also of what another front end answers
+    if parsed.session is None:
+        return parsed, len(body), None
+    return parsed, len(body), await find_elsewhere(server, request, parsed.session.id, body)
+
+
+async def find_elsewhere(server: Server, request: Request, session_id: str, body: bytes) -> ASGIApp | None:
+    """Return the response of the front end that has a session, or None for this one.
+
+    Raises:
+        InvalidRequest: it is not the id of a session, or its front end has died.
+        ApiError: 503, its front end does not answer.
+    """
+    index = front_end_of(session_id)
+    address = None if index is None else server.settings.session_peers.get(index)
+    if address is None:
+        return None  # of this front end, or not found
+    state = request.scope["state"]
+    headers = [each for each in request.scope["headers"] if each[0] in PARENT_HEADERS]
+    question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body, headers)
+    found = await ask_peer(address, question)
+    if found is None:
+        raise not_found(session_id)
+    return found
+
+
+def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat: bool) -> OpenSession:
+    """Return the session that a request continues.
+
+    Raises:
+        InvalidRequest: there is none, another piece is due, or it continues the other kind of input.
+    """
+    with _counted(server):
+        tenant = request.scope["state"][TENANT]
+        server.sessions.require_room(tenant)
+        found = server.sessions.use(tenant, given.id)
+        check_number(given.id, found, given.piece)
+        check_kind(given.id, found, is_chat=is_chat)
+        return found
+
+
+@contextlib.contextmanager
+def _counted(server: Server) -> Iterator[None]:
+    """Count a refusal in the metrics."""
+    try:
+        yield
+    except InvalidRequest as refused:
+        server.metrics.rejected(refused.code)
+        raise
+
+
+def as_piece(
+    server: Server, found: OpenSession, given: SessionBody, prompt: Prompt | None, end: str = TEXT
+) -> tuple[Piece, Prompt]:
+    """Return the next piece of a session, and the prompt of its request: all tokens so far, and those of the piece.
+
+    Args:
+        prompt: the piece alone; None without tokens.
+        end: as of ``Piece``.
+    """
+    piece = Piece(
+        given.id,
+        found,
+        [] if prompt is None else prompt.token_ids.tolist(),
+        server.engine.max_model_len,
+        end=end,
+        number=given.piece,
+        on_end=partial(server.sessions.piece_ended, given.id, close=given.close),
+    )
+    return piece, whole_prompt(piece, prompt, is_chat=end != TEXT)

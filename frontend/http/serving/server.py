@@ -1,0 +1,215 @@
+"""Server: the state that every handler gets: engine client, text processing, settings."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from starlette.types import ASGIApp
+
+from quire.frontend.adapters.adapters import Adapters
+from quire.frontend.engine.engine_client import EngineClient
+from quire.frontend.http.schema.bodies import ForkBody
+from quire.frontend.http.schema.errors import ApiError
+from quire.frontend.http.schema.schema import Parser
+from quire.frontend.http.schema.unknown_fields import Policy, UnknownFields
+from quire.frontend.http.serving.key_queues import KeyQueues
+from quire.frontend.http.serving.lanes import ConversationLanes, TextLanes
+from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
+from quire.frontend.http.serving.thinking import Thinking
+from quire.frontend.http.serving.tracing import Tracer
+from quire.frontend.http.stored.response_peers import ResponsePeers
+from quire.frontend.http.stored.response_store import ResponseStore
+from quire.frontend.sessions.session_store import SessionStore
+from quire.frontend.text.parsing.choose import AnswerFormat
+from quire.frontend.text.pooling.capabilities import Capabilities
+from quire.frontend.text.pooling.inputs import InputEncoder
+from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.text_out import TokenTexts
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import MoeConfig
+from quire.protocol.request.logits_processors import LogitsProcessor
+from quire.protocol.routing import EnginePlace
+from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.wire.front_end_messages import Statistics
+from quire.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class FleetLink:
+    """What the administrator's routes need of a server with several engines.
+
+    Attributes:
+        places: returns the engines as the fleet announced them last.
+        is_usable: returns whether an engine can compute new requests now.
+        statistics: returns the statistics of the engines that answer.
+        order: sends an order (protocol/process/fleet_orders.py), and the number of an engine or ALL, to the fleet.
+    """
+
+    places: Callable[[], Sequence[EnginePlace]]
+    is_usable: Callable[[int], bool]
+    statistics: Callable[[], Awaitable[Mapping[int, Statistics]]]
+    order: Callable[[str, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of one front end.
+
+    Attributes:
+        served_model_names: names accepted in requests; responses have the first one.
+        processors: the engine's logits processors, which validate each request.
+        thinking: the model's thinking markers.
+        answer_format: how the model writes thoughts and calls; None if its answers are plain text.
+        api_keys: keys accepted on every route but the administrator's; if empty, requests need no key.
+        admin_api_keys: keys accepted on the administrator's routes; if empty, there are none.
+        max_num_queued_reqs_per_key: most sequences of one key that wait for their first token, or 0 for no limit.
+        health_timeout: seconds without progress after which the engine counts as stuck.
+        allowed_origins, allowed_hosts: origins of web pages, and host names, that may use the server (origins.py).
+        own_names: host names of this server.
+        metrics: names of the metrics, and where the front ends share them.
+        address_salt: makes the tenants of addresses unpredictable; the same in all front ends.
+        tracer: receives a span per request.
+        root_path: prefix of all paths behind a reverse proxy, or "".
+        sampling_defaults: the model's sampling parameters, for requests that leave them out.
+        unknown_fields: what to do with fields of requests that the server does not know.
+        max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
+        response_peers: the front ends that have others.
+        fleet: the engines of the server, for the administrator; None: it has one.
+        adapters: the adapters that requests may name as their model; None: the engine has none.
+        notes_tools: whether the scheduler wants to know which tools answers call.
+        fork_peers: sockets of the other front ends, which may have a request to fork.
+        sessions: the open sessions of this front end.
+        moe: the model's layers with experts; None: it has none.
+        session_peers: sockets of the other front ends, by their numbers, for requests that continue their sessions.
+        capabilities: what the model can do.
+    """
+
+    text_in: TextIn
+    served_model_names: tuple[str, ...]
+    processors: tuple[type[LogitsProcessor], ...] = ()
+    thinking: Thinking = field(default_factory=Thinking)
+    answer_format: AnswerFormat | None = None
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    max_num_queued_reqs_per_key: int = 0
+    health_timeout: float = 60.0
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    own_names: tuple[str, ...] = ()
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    tracer: Tracer | None = None
+    root_path: str = ""
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+    unknown_fields: Policy = "ignore"
+    address_salt: bytes = b""
+    max_stored_response_bytes: int = 64 * 2**20
+    response_peers: ResponsePeers = field(default_factory=ResponsePeers)
+    fleet: FleetLink | None = None
+    adapters: Adapters | None = None
+    notes_tools: bool = False
+    fork_peers: tuple[Path, ...] = ()
+    sessions: SessionStore = field(default_factory=SessionStore)
+    session_peers: Mapping[int, Path] = field(default_factory=dict)
+    moe: MoeConfig | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    version: str = __version__
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a key that would match a request without one, or that no header can contain."""
+        for key in (*self.api_keys, *self.admin_api_keys):
+            if not key or key != key.strip() or not key.isprintable():
+                raise ConfigError("API keys must be printable, not empty, and not start or end with a space")
+        if self.max_num_queued_reqs_per_key < 0:
+            raise ConfigError(
+                f"max_num_queued_reqs_per_key must be at least 0 (got {self.max_num_queued_reqs_per_key})"
+            )
+
+
+class Forkable(Protocol):
+    """A request whose answers are generated now. ``tenant``: its tenant."""
+
+    tenant: int
+
+    def fork(self, body: ForkBody, request_id: str) -> ASGIApp:
+        """Return the response to answers that begin with what one of these has so far.
+
+        Raises:
+            InvalidRequest: the fork is not possible.
+        """
+        ...
+
+
+class Server:
+    """The engine client and the shared objects of one application's handlers."""
+
+    def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.text_in = settings.text_in
+        self.token_texts = TokenTexts(settings.text_in.tokenizer)
+        self.texts = TextLanes(settings.text_in)
+        self.conversations = ConversationLanes(settings.text_in)
+        self.parser = Parser(
+            served_names=settings.served_model_names,
+            adapters=settings.adapters,
+            limits=engine,
+            processors=settings.processors,
+            defaults=settings.sampling_defaults,
+            unknown_fields=UnknownFields(settings.unknown_fields),
+            writer=None if settings.answer_format is None else settings.answer_format.writer,
+        )
+        self.capabilities = settings.capabilities
+        self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
+        self.response_store = ResponseStore(settings.max_stored_response_bytes)
+        self.response_peers = settings.response_peers
+        self.sessions = settings.sessions
+        self.running: dict[str, Forkable] = {}
+        """By id of the response."""
+        self.key_queues = KeyQueues(settings.max_num_queued_reqs_per_key)
+
+    @cached_property
+    def input_encoder(self) -> InputEncoder:
+        """The encoder of inputs for vectors and scores. Raises InvalidRequest if the model makes none."""
+        return InputEncoder(self.text_in, self.engine, self.capabilities.require_pooling("/pooling"))
+
+    @property
+    def status(self) -> str:
+        """The engine's state, or ``stuck``, or ``paused`` while it would accept requests otherwise."""
+        if self.is_stuck:
+            return "stuck"
+        is_paused = self.engine.pause_kind and self.engine.state in ("ready", "recovering")
+        return "paused" if is_paused else self.engine.state
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests have got no token, or a recovery has lasted, for longer than ``health_timeout``."""
+        return self.engine.seconds_without_progress > self.settings.health_timeout
+
+    def note_sessions(self) -> None:
+        """End the sessions that have been idle for too long, and set the metrics of the others."""
+        self.sessions.expire()
+        self.metrics.set_sessions(self.sessions.num_open, self.sessions.num_idle, self.sessions.num_bytes)
+
+    async def find_adapter(self, model: str) -> AdapterRef | None:
+        """Return the adapter that a request names as its model, or None for a name of the model itself.
+
+        Raises:
+            InvalidRequest: as ``Adapters.find``.
+        """
+        if self.settings.adapters is None or model in self.settings.served_model_names:
+            return None
+        return await self.settings.adapters.find(model)
+
+    def require_generation(self, path: str) -> None:
+        """Raise InvalidRequest unless the model generates text, ApiError 503 unless new requests are accepted."""
+        self.capabilities.require_generation(path)
+        self.require_serving()
+
+    def require_serving(self) -> None:
+        """Raise ApiError 503 unless new requests are accepted. While the engine recovers, they wait."""
+        if self.engine.state not in ("ready", "recovering"):
+            raise ApiError(503, f"engine not available (state: {self.engine.state})", None, "engine_unavailable")
