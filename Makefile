@@ -75,7 +75,7 @@ test-browser: install-dev ## test the HTML report of a replay in a real browser
 	command -v chromium || command -v google-chrome || { \
 		sudo=$$(test "$$(id -u)" = 0 || command -v sudo); \
 		$$sudo apt-get update -q && $$sudo apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core; }
-	$(PYTEST) -m slow tests/launch/replay/test_html_browser.py
+	$(PYTEST) -m slow tests/replay/test_html_browser.py
 
 # Needs the package registries of Python and node; docs/clients.md has the results. Missing clients are skipped.
 test-clients: install-dev ## test the newest releases of clients, each installed into .clients

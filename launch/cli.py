@@ -242,7 +242,7 @@ def _serve(args: argparse.Namespace) -> None:
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)
     if front_end.simulate is not None:
-        from quire.launch.replay.simulate.simulated_engine import simulated_engine
+        from quire.replay.simulate.simulated_engine import simulated_engine
 
         config, worker = simulated_engine(engine, front_end.simulate, folder)
         serve(config, front_end, name, worker)

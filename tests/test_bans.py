@@ -56,9 +56,9 @@ class Allowed(NamedTuple):
 
 
 EXCEPTIONS = [
-    Allowed("launch/replay/simulate/sweep.py:", "multiprocessing", "pipes to processes that it started itself"),
+    Allowed("replay/simulate/sweep.py:", "multiprocessing", "pipes to processes that it started itself"),
     Allowed(
-        "launch/replay/simulate/sweep.py:",
+        "replay/simulate/sweep.py:",
         "concurrent.futures.ProcessPoolExecutor",
         "processes that it started itself; they run simulations, not requests",
     ),

@@ -22,7 +22,7 @@ Role = Literal["scheduler", "worker", "frontend"]
 
 MODULES: dict[Role, tuple[str, ...]] = {
     "scheduler": ("quire.scheduler_proc",),
-    "worker": ("quire.worker_proc", "quire.launch.replay.simulate.worker_process"),
+    "worker": ("quire.worker_proc", "quire.replay.simulate.worker_process"),
     "frontend": ("quire.frontend.http",),
 }
 SHARED_MEMORY = "/dev/shm/"

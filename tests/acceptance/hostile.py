@@ -21,7 +21,7 @@ from raw_http import connected
 from trace_share import RequestShare, count_shares
 
 from quire.launch.measure.report import Report, Table, format_value, rounded
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 
 CALM = "calm"

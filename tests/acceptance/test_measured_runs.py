@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from measured_runs import SETTINGS, measured_settings, measured_workload
 
-from quire.launch.replay.run.run_record import RequestRun, RunRecord
-from quire.launch.replay.simulate.whatif import prepare, run_workload
+from quire.replay.run.run_record import RequestRun, RunRecord
+from quire.replay.simulate.whatif import prepare, run_workload
 
 MOST_OFF = {"ttft": 0.05, "tpot": 0.02, "e2e": 0.03}
 MOST_OFF_TOGETHER = {"ttft": 0.05, "tpot": 0.05, "e2e": 0.05}

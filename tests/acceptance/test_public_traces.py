@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from measured_runs import measured_workload
 
-from quire.launch.replay.formats.detect import load_workload
-from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
+from quire.replay.formats.detect import load_workload
+from quire.replay.formats.options import LoadOptions
+from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
 
 
 class Found(NamedTuple):

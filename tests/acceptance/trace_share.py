@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from quire.launch.replay.recorded.reader import TraceLine
+from quire.replay.recorded.reader import TraceLine
 from quire.scheduler_proc.trace.lines import Arrival, PrefixCacheEvent, Result, StepDecision
 
 

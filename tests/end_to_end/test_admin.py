@@ -11,8 +11,8 @@ from chaos import HUNG_S, request_of, until
 from fault_server import FaultServer
 from live_streams import Answer, stream
 
-from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.reader import TraceReader
 
 FLAGS = ("--simulate", "constant:2", "--num-gpu-blocks-override", "200", "--api-server-count", "2")
 ADMIN = {"authorization": "Bearer admin"}

@@ -70,7 +70,7 @@ def test_a_new_front_end_finds_the_scheduler_again(server: Served) -> None:
 
 def test_new_workers_find_the_scheduler_again(server: Served) -> None:
     folder = folder_of(server)
-    for worker in engine_processes("quire.launch.replay.simulate.worker_process"):
+    for worker in engine_processes("quire.replay.simulate.worker_process"):
         if worker.is_running():
             worker.kill()
 

@@ -15,9 +15,9 @@ from engine_processes import engine_processes
 from served import QUIRE, Served
 
 from quire.launch.config.model_folder import DEMO_MODEL
-from quire.launch.replay.costs.fitted import fit, timed_steps
-from quire.launch.replay.costs.parse import parse_cost
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.replay.costs.fitted import fit, timed_steps
+from quire.replay.costs.parse import parse_cost
+from quire.replay.recorded.reader import TraceReader
 from quire.protocol.model.model_config import load_model_config
 
 STEP_SECONDS = 0.002
@@ -30,7 +30,7 @@ def server() -> Iterator[Served]:
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
-    assert not engine_processes("quire.launch.replay.simulate.worker_process")
+    assert not engine_processes("quire.replay.simulate.worker_process")
 
 
 def complete(server: Served, **body: Any) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_logs_that_it_is_simulated(server: Served) -> None:
     assert server.log[0] == f"starting quire-demo on {server.url}\n"
     line = next(line for line in server.log if "simulated worker" in line)
     assert "tokens are random" in line and "2 ms per step" in line and "num_blocks=500" in line
-    workers = [" ".join(p.cmdline()) for p in engine_processes("quire.launch.replay.simulate.worker_process")]
+    workers = [" ".join(p.cmdline()) for p in engine_processes("quire.replay.simulate.worker_process")]
     assert len(workers) == 1 and not engine_processes("quire.worker_proc")
 
 

@@ -15,11 +15,11 @@ import pytest
 from engine_processes import engine_processes
 from served import Served
 
-from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.formats.quire import load
-from quire.launch.replay.recorded.command import replay_trace
-from quire.launch.replay.recorded.reader import TraceReader
-from quire.launch.replay.run.run_record import RunRecord
+from quire.replay.formats.options import LoadOptions
+from quire.replay.formats.quire import load
+from quire.replay.recorded.command import replay_trace
+from quire.replay.recorded.reader import TraceReader
+from quire.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.files import part_path
 from quire.scheduler_proc.trace.lines import Line, encode_line
 

@@ -12,8 +12,8 @@ import pytest
 from engine_processes import engine_processes
 from served import Served
 
-from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.reader import TraceReader
 from quire.scheduler_proc.trace.lines import Arrival, End, StepDecision
 
 pytestmark = pytest.mark.full

@@ -27,7 +27,7 @@ from sim_violation import Violation
 from sim_worker import SimWorker
 
 from quire.frontend.engine.engine_client import Update
-from quire.launch.replay.recorded.exact import replay_lines
+from quire.replay.recorded.exact import replay_lines
 from quire.launch.supervision.members import Role
 from quire.launch.supervision.policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.launch.replay.formats.detect import load_workload
-from quire.launch.replay.formats.options import LoadOptions
-from quire.launch.replay.workload.workload import Call, block_names
+from quire.replay.formats.detect import load_workload
+from quire.replay.formats.options import LoadOptions
+from quire.replay.workload.workload import Call, block_names
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "trace_converters"))
 

@@ -13,7 +13,7 @@ from scheduler_load import NUM_ADAPTERS, Load, adapter_settings, random_settings
 from scheduler_long_run import long_run
 from tiers import thinned
 
-from quire.launch.replay.recorded.exact import replay_lines
+from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.trace.lines import Keyframe, decode_line, encode_line
 
 SEEDS = range(12)

@@ -24,7 +24,7 @@ from scheduler_load import (
 )
 from tiers import thinned
 
-from quire.launch.replay.recorded.exact import replay_lines
+from quire.replay.recorded.exact import replay_lines
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.pooling_config import PoolingConfig

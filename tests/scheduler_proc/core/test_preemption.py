@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.launch.replay.core.policies import Policies
+from quire.replay.core.policies import Policies
 from quire.protocol.wire.front_end_messages import EndReason
 
 

@@ -9,7 +9,7 @@ from fake_adapters import adapter_ref
 from load_choices import compute_front, split
 from scheduler_driver import Driver, change
 
-from quire.launch.replay.core.policies import QUIRE, Policies
+from quire.replay.core.policies import QUIRE, Policies
 from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics
 from quire.protocol.wire.side_arrays import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput

@@ -11,7 +11,7 @@ from scheduler_driver import Driver
 from scheduler_load import Load, program_settings, random_settings
 from tiers import thinned
 
-from quire.launch.replay.recorded.exact import replay_lines
+from quire.replay.recorded.exact import replay_lines
 from quire.protocol.wire.front_end_messages import CallsTool
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.lines import decode_line, encode_line

@@ -18,8 +18,8 @@ from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
 from tiers import thinned
 
-from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command

@@ -12,8 +12,8 @@ from fake_adapters import adapter_ref
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, make_config, make_layout, make_request
 
-from quire.launch.replay.recorded.exact import replay_lines
-from quire.launch.replay.recorded.reader import TraceReader
+from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.child import Command
 from quire.protocol.wire.adapter_messages import UnloadAdapter

@@ -26,8 +26,8 @@ from quire.frontend.text import template_helper, text_in
 from quire.launch import cli
 from quire.launch.config import config_file
 from quire.launch.measure import report
-from quire.launch.replay.recorded import reader
-from quire.launch.replay.run.collector import RunCollector
+from quire.replay.recorded import reader
+from quire.replay.run.collector import RunCollector
 from quire.protocol.process import helper, log
 from quire.protocol.process.helper import HelperDied
 from quire.protocol.process.restarts import Restarts
@@ -347,7 +347,7 @@ DEFENCES = (
     Row(
         18,
         resubmitted_requests_are_one_request,
-        "launch/replay/recorded/test_restarts.py::test_a_request_of_both_schedulers_is_one_request",
+        "replay/recorded/test_restarts.py::test_a_request_of_both_schedulers_is_one_request",
     ),
     Row(
         19,

@@ -6,8 +6,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from quire.launch.replay.formats.content import chain_ids
-from quire.launch.replay.workload.workload import Call, Content, Workload
+from quire.replay.formats.content import chain_ids
+from quire.replay.workload.workload import Call, Content, Workload
 
 SETTINGS = {
     "rtxpro6000_llama31-8b": {"max_num_seqs": "128", "num_usable_blocks": "36115"},

@@ -5,8 +5,8 @@ from typing import Any
 
 from scheduler_driver import make_config
 
-from quire.launch.replay.run.step_shape import StepShape
-from quire.launch.replay.workload.workload import Call, Content, Workload
+from quire.replay.run.step_shape import StepShape
+from quire.replay.workload.workload import Call, Content, Workload
 from quire.protocol.config import EngineConfig
 
 

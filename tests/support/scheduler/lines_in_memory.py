@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from quire.launch.replay.recorded.reader import AnyLine, TraceLine
+from quire.replay.recorded.reader import AnyLine, TraceLine
 from quire.scheduler_proc.trace.event_log import Record, TraceHeader
 from quire.scheduler_proc.trace.lines import Line
 from quire.scheduler_proc.trace.recorder import begins_at_keyframe, lines_of_log

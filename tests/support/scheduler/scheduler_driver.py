@@ -17,10 +17,10 @@ from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 from lines_in_memory import numbered, record_log
 from memory_channel import memory_pair
 
-from quire.launch.replay.core.policies import QUIRE, Policies
-from quire.launch.replay.core.scheduler import ReplayScheduler
-from quire.launch.replay.recorded.difference import Difference
-from quire.launch.replay.recorded.exact import replay_lines
+from quire.replay.core.policies import QUIRE, Policies
+from quire.replay.core.scheduler import ReplayScheduler
+from quire.replay.recorded.difference import Difference
+from quire.replay.recorded.exact import replay_lines
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig, MoeConfig

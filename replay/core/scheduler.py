@@ -1,0 +1,151 @@
+"""The Scheduler for replays: events without tokens, policies of other engines, and fast-forward."""
+
+from functools import partial
+
+import numpy as np
+
+from quire.replay.core.fifo_pool import FifoBlockPool
+from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, RecordedEndings
+from quire.replay.core.planner import ImitatingPlanner
+from quire.replay.core.policies import QUIRE, Policies
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.scheduler_proc.core.admission import Refusal
+from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.costs.costs import CostState
+from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.requests.events import Consumed
+from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
+from quire.scheduler_proc.requests.request import Request
+
+
+class ReplayScheduler(Scheduler):
+    """The live engine's Scheduler, which also consumes events without tokens and follows ``policies``.
+
+    Requests without tokens have zeros instead. The zeros are sent to no client and finish no request: recorded endings
+    and lengths do.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: KVLayout,
+        num_blocks: int,
+        *,
+        steady_decode: bool = True,
+        hooks: SchedulerHooks = NO_HOOKS,
+        kv_events: KVEventRecorder | None = None,
+        policies: Policies = QUIRE,
+        num_host_pages: int = 0,
+        num_disk_pages: int = 0,
+        forgotten: int = 0,
+        costs: CostState | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            layout,
+            num_blocks,
+            steady_decode=steady_decode,
+            hooks=hooks,
+            kv_events=kv_events,
+            planner_class=partial(ImitatingPlanner, policies=policies),
+            pool_class=None if policies.uncached_blocks_first else FifoBlockPool,
+            num_host_pages=num_host_pages,
+            num_disk_pages=num_disk_pages,
+            forgotten=forgotten,
+            costs=costs,
+        )
+
+    # ---- events without tokens
+
+    def consume(self, event: Consumed | OpaqueRequest | OpaqueResult, client: int = 0) -> None:
+        match event:
+            case OpaqueRequest():
+                self.arrivals.add(event, client, partial(self._admit, event, client))
+            case OpaqueResult():
+                self._answer(event)
+            case _:
+                super().consume(event, client)
+        self.adapters.plan_loads()
+
+    def _admit(self, event: OpaqueRequest, client: int) -> Request:
+        admission = self.arrivals.admission
+        admission.check_order(event)
+        admission.check_adapter(event.adapter)
+        admission.check_task(event, event.num_prompt_tokens)
+        admission.check_length(event, event.num_prompt_tokens)
+        if event.num_output_tokens < 0:
+            text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
+            raise Refusal("invalid_value", "num_output_tokens", text)
+        if event.hash_bytes < 1 or len(event.block_hashes) % event.hash_bytes:
+            sizes = f"got {len(event.block_hashes)} bytes and hash_bytes {event.hash_bytes}"
+            text = f"length of block_hashes must be a multiple of hash_bytes ({sizes})"
+            raise Refusal("invalid_value", "block_hashes", text)
+        names = event.names if self.kv.pool.enable_caching else []
+        tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
+        return admission.build(event, client, tokens, event.num_prompt_tokens, self.forks.parent_of(event, client))
+
+    def _answer(self, event: OpaqueResult) -> None:
+        handles = self.in_flight.handles if event.handles is None else event.handles
+        num_tokens = len(handles) if event.counts is None else int(event.counts.sum())
+        output = ModelRunnerOutput(
+            event.step,
+            np.zeros(num_tokens, np.int32),
+            event.handles,
+            event.counts,
+            seconds=event.seconds,
+            bad=event.bad,
+            drafts=event.drafts,
+            failed=event.failed,
+        )
+        self.results.update_from_output(output, RecordedEndings(event.ended, event.beams), deliver=False)
+
+    def find(self, handle: int) -> Request | None:
+        """Return the unfinished request with this handle; O(requests) when it is not running."""
+        table = self.table
+        found = table.running.get(handle) or table.leaving.get(handle)
+        return found or next((r for r in table.requests.values() if r.handle == handle), None)
+
+    # ---- many steps at once
+
+    @property
+    def num_quiet_steps(self) -> int:
+        """Number of the next steps that need no decision: every request is in steady decode and none is due."""
+        config, batch, table = self.config, self.steady_decode.batch, self.table
+        if table.unsteady or table.waiting or table.leaving or any(table.ended_handles):
+            return 0
+        if not 0 < len(batch) <= config.step_tokens or self.pause == "pause":
+            return 0
+        if len(self.in_flight) < config.pipeline_depth or config.num_speculative_tokens:
+            return 0
+        if not self.transfers.is_settled or not self.adapters.is_settled:
+            return 0
+        if self.in_flight.verified is not batch or not all(_is_only(step, batch) for step in self.in_flight.records):
+            return 0
+        return min(self.steady_decode.calendar, default=self.last_step + 1) - self.last_step - 1
+
+    def fast_forward(self, count: int, now: float) -> None:
+        """Do ``count`` times: consume a result of the oldest step, then ``schedule``.
+
+        The state afterwards is the same, but no messages are made: they would contain only tokens.
+
+        Args:
+            count: at most ``num_quiet_steps``.
+            now: when the last of the steps is scheduled, in seconds.
+        """
+        self.kv.pool.now = now
+        clock, records = self.steady_decode.clock, self.in_flight.records
+        newest = records[-1]
+        for step in range(newest.step + 1, newest.step + count + 1):
+            records.append(InFlightStep(step, {}, [], newest.num_tokens, steady=newest.steady))
+            records.popleft()
+        clock.sent += count
+        clock.acknowledged += count
+        self.stats.steps_by_size[newest.num_tokens] += count
+        self.stats.generation_tokens += count * len(self.steady_decode.batch)
+
+
+def _is_only(step: InFlightStep, batch: dict[int, Request]) -> bool:
+    return step.steady is batch and not (step.rows or step.retired)

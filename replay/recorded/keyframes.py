@@ -1,0 +1,34 @@
+"""The start of a replay in the middle of a run."""
+
+from collections.abc import Callable
+
+from quire.replay.core.opaque import OpaqueTokens
+from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.trace.lines import Arrival, Keyframe
+from quire.scheduler_proc.trace.snapshot_reader import continue_from
+
+
+def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival], None] | None) -> None:
+    """Bring an unused scheduler to a keyframe, and call ``arrived`` for each of its requests.
+
+    Raises:
+        ValueError, TypeError, LookupError: the state is impossible.
+    """
+    if line.snapshot is None:
+        raise ValueError("invalid keyframe: it has no state")
+    size = scheduler.kv.block_size
+    continue_from(scheduler, line.snapshot, make_tokens=lambda _, count, names: OpaqueTokens(count, size, names))
+    for request in scheduler.table.requests.values():
+        if arrived is not None and request.leader is None:  # a beam has no arrival
+            arrived(
+                Arrival(
+                    now=line.now,
+                    client=request.client,
+                    req_id=request.request_id,
+                    num_prompt_tokens=request.num_prompt_tokens,
+                    num_output_tokens=request.num_output_tokens,
+                    priority=request.priority,
+                    sampling=request.sampling,
+                    seed=request.seed,
+                )
+            )
