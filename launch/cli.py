@@ -279,7 +279,7 @@ BENCHMARKS = {
     "sampling": "Measure the cost and benefit of logits processors, draft tokens and grammars.",
     "kernels": "Measure kernels and steps as fractions of the device's limits.",
 }
-"""Each is a module of ``quire.launch.bench`` and has its flags in ``flags.py``."""
+"""Each is a module of ``quire.bench`` and has its flags in ``flags.py``."""
 OFFLINE_BENCHMARKS = ("engine", "embed", "beams")
 RUNNERS = {"scheduler": "scheduler.command"}
 COMMANDS = {

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from quire.launch.measure.report import Table, rounded
+from quire.bench.measure.report import Table, rounded
 from quire.replay.formats.options import LoadOptions
 from quire.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
 from quire.replay.report.summary import (

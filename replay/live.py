@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from quire.launch.measure.http_client import RequestSettings, ServerClient, Timing, Transport
+from quire.bench.measure.http_client import RequestSettings, ServerClient, Timing, Transport
 from quire.replay.live_prompts import PromptMaker
 from quire.replay.run.run_record import RequestRun, RunRecord
 from quire.replay.workload.sources import NEVER, Source, source_of

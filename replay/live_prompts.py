@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.launch.measure.http_client import Prompt
+from quire.bench.measure.http_client import Prompt
 from quire.replay.workload.workload import Call
 
 _OWN = 2**32 - 2

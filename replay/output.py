@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.launch.measure.report import Table
+from quire.bench.measure.report import Table
 from quire.replay.report.summary import by_run, summary, tables
 from quire.replay.run.run_record import RunRecord
 from quire.protocol.errors import ConfigError

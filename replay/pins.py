@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.launch.measure.report import Report, Table, rounded
+from quire.bench.measure.report import Report, Table, rounded
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.parse import parse_cost
 from quire.replay.formats.detect import load_workload

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "frontend", "launch")
-TOOLS = ("launch/bench/", "launch/demo/", "launch/measure/", "replay/", "launch/top/", "worker_proc/bench/")
+TOOLS = ("bench/", "launch/demo/", "bench/measure/", "replay/", "launch/top/", "bench/worker/")
 STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
 KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
 REASONS = "scheduler_proc/requests/reasons.py"

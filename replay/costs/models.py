@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.config_fields import read_json
 from quire.protocol.model.model_config import ModelConfig, parse_model_config

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.launch.measure.report import Table, rounded
+from quire.bench.measure.report import Table, rounded
 from quire.replay.command import UsageError, check_repeats, load_options, run_options
 from quire.replay.output import Result, check_outputs, progress_bar, publish
 from quire.replay.plan.search import Search

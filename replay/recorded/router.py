@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.launch.measure.report import Table
+from quire.bench.measure.report import Table
 from quire.replay.output import Result
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.replay.recorded.exact import IMPOSSIBLE

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.launch.measure.report import Table
+from quire.bench.measure.report import Table
 from quire.replay.report.figures import latency
 from quire.replay.run.request_states import COMPUTING, QueueHead, intervals_by_reason, seconds_by_reason
 from quire.replay.run.run_record import RequestRun, RunRecord

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from quire.launch.measure.report import Table, rounded
+from quire.bench.measure.report import Table, rounded
 from quire.replay.report.figures import (
     conversations,
     long_spread,

@@ -11,7 +11,7 @@ import msgspec
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.foreign_names import FOREIGN_NAMES, NO_EQUIVALENT
 from quire.launch.config.options import EngineOptions
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.core.policies import QUIRE, Policies, Routing, find_preset
 from quire.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes

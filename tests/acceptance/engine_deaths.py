@@ -20,7 +20,7 @@ from live_streams import StreamRequest, make_requests
 from raw_http import connected
 from tqdm import tqdm
 
-from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 Event = Literal["engine", "scheduler", "worker", "router", "restart"]

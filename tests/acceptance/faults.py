@@ -19,8 +19,8 @@ from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 from tqdm import tqdm
 
-from quire.launch.measure.http_client import parse_metrics
-from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.http_client import parse_metrics
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 Kind = Literal["worker", "worker-stop", "scheduler", "frontend", "supervisor"]

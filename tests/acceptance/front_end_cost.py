@@ -16,7 +16,7 @@ import uvloop
 from own_server import Target, serving
 from timed_streams import TimedStream, drive, read_answer
 
-from quire.launch.measure.report import Report, Table, distribution, rounded
+from quire.bench.measure.report import Report, Table, distribution, rounded
 from quire.protocol.errors import ConfigError
 
 WORDS = ("time", "day", "name", "story", "garden", "river", "small", "old", "little", "house", "water", "light", "road")

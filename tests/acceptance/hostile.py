@@ -20,7 +20,7 @@ from own_server import Target, serving
 from raw_http import connected
 from trace_share import RequestShare, count_shares
 
-from quire.launch.measure.report import Report, Table, format_value, rounded
+from quire.bench.measure.report import Report, Table, format_value, rounded
 from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 

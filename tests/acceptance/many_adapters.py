@@ -18,7 +18,7 @@ from adapters import make_adapter
 from own_server import Holdings, Target, serving
 
 from quire.launch.config.model_folder import DEMO_MODEL
-from quire.launch.measure.report import Report, Table, distribution, rounded
+from quire.bench.measure.report import Report, Table, distribution, rounded
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 

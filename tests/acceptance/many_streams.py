@@ -16,7 +16,7 @@ import uvloop
 from own_server import Target, busy_shares, is_clean, serving
 from timed_streams import StreamedAnswer, TimedStream, drive, read_answer
 
-from quire.launch.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 VOCABULARY = range(3, 1000)

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import psutil
 from fault_server import FaultServer
 
-from quire.launch.measure.http_client import parse_metrics
+from quire.bench.measure.http_client import parse_metrics
 from quire.protocol.errors import ConfigError, EngineError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from raw_http import Connection, Reply, connected
 from soak_requests import LEAVES, SoakRequest, draw_request
 from tqdm import tqdm
 
-from quire.launch.measure.report import Report, Table, rounded
+from quire.bench.measure.report import Report, Table, rounded
 from quire.protocol.errors import ConfigError
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from harness import main
 from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 
-from quire.launch.measure.http_client import parse_metrics
+from quire.bench.measure.http_client import parse_metrics
 from quire.launch.serve import SAME_SIGNAL_S
 
 CANARY = request_of(12, temperature=0.0)

@@ -7,7 +7,7 @@ from replay_workloads import AffineCost
 from scheduler_driver import make_config, make_layout
 
 from quire.kernels.cpu.page_moves import BlockGroup
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.costs.chips import find_chip
 from quire.replay.costs.copies import NO_TIERS, CopyClock, CopyRates, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import ConstantCost, CostModel

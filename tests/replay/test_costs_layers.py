@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.costs.layers import (
     ATTENTION,
     DENSE,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.costs.chips import CHIPS, find_chip
 from quire.replay.costs.models import MODELS, find_model
 from quire.replay.costs.parse import default_cost, parse_cost

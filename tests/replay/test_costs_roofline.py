@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.costs.chips import CHIPS
 from quire.replay.costs.kernel_tables import KernelTableCost
 from quire.replay.costs.link import Link

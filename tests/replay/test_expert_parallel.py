@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from made_up_profile import write_profile
 
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
 from quire.replay.costs.layers import load_layer_profile
 from quire.replay.costs.link import Link

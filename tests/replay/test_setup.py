@@ -8,7 +8,7 @@ import pytest
 from replay_workloads import workload
 
 from quire.launch.config.options import EngineOptions
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.core.policies import QUIRE
 from quire.replay.costs.cost import ConstantCost
 from quire.replay.simulate.setting_values import parse_setting

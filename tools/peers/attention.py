@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from quire.worker_proc.bench.paged_case import PagedCase
-from quire.worker_proc.bench.timing import Call
+from quire.bench.worker.paged_case import PagedCase
+from quire.bench.worker.timing import Call
 
 _WORKSPACE_BYTES = 256 << 20
 

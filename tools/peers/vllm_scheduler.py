@@ -138,7 +138,7 @@ def build_and_hash(driver: Any) -> dict[str, Any]:
 
 def large_churn(driver: Any) -> dict[str, Any]:
     """Run the same arrivals as Quire's section, with 1,024 running requests."""
-    arrivals = load(Path(__file__).resolve().parents[2] / "launch/bench/scheduler/churn_trace.py").churn_trace
+    arrivals = load(Path(__file__).resolve().parents[2] / "bench/scheduler/churn_trace.py").churn_trace
     trace = arrivals(CHURN_SEED, CHURN_STEPS, CHURN_RATE, CHURN_INITIAL)
     rig = driver.Rig(CHURN_BLOCKS, CHURN_SEQS, async_sched=True)
     driver.freeze()

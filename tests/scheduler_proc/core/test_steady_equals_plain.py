@@ -12,7 +12,7 @@ from scheduler_driver import Driver, change
 from scheduler_load import Asked, Load, random_settings
 from tiers import thinned
 
-from quire.launch.measure.shapes import find_shape
+from quire.bench.measure.shapes import find_shape
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.core.steady_decode import SteadyDecode

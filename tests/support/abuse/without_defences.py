@@ -25,7 +25,7 @@ from quire.frontend.http.serving.socket_protocol import ConnectionLimits
 from quire.frontend.text import template_helper, text_in
 from quire.launch import cli
 from quire.launch.config import config_file
-from quire.launch.measure import report
+from quire.bench.measure import report
 from quire.replay.recorded import reader
 from quire.replay.run.collector import RunCollector
 from quire.protocol.process import helper, log
@@ -399,6 +399,6 @@ DEFENCES = (
     Row(
         24,
         a_dash_is_standard_output,
-        "launch/bench/test_bench_report.py::TestReport::test_a_dash_prints_the_json_alone",
+        "bench/test_bench_report.py::TestReport::test_a_dash_prints_the_json_alone",
     ),
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import EngineOptions
-from quire.launch.measure.shapes import SHAPES
+from quire.bench.measure.shapes import SHAPES
 from quire.replay.costs.cost import ConstantCost
 from quire.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.replay.simulate.setup import Setup
