@@ -16,7 +16,17 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 from quire.version import COMMIT_FILE, commit  # noqa: E402
 
-FOLDERS = ("frontend", "kernels", "launch", "protocol", "router_proc", "scheduler_proc", "worker_proc")
+FOLDERS = (
+    "bench",
+    "frontend",
+    "kernels",
+    "launch",
+    "protocol",
+    "replay",
+    "router_proc",
+    "scheduler_proc",
+    "worker_proc",
+)
 
 
 def package_folders() -> dict[str, str]:

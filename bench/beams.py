@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.bench.engine import OtherProcessesClock, Prompts, make_prompts
+from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.shapes import find_shape
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.report import Report, Table, rounded
-from quire.bench.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError

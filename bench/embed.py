@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.engine import QUIET_CORES, OtherProcessesClock, default_threads, make_prompts
+from quire.bench.measure.report import Report, Table, rounded
 from quire.bench.peers import Peer, PeerFailed, find_driver, run_json
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.report import Report, Table, rounded
 from quire.launch.offline.llm import LLM
 from quire.protocol.errors import ConfigError
 

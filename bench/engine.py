@@ -24,13 +24,13 @@ import psutil
 from tqdm import tqdm
 
 from quire.bench.adapters import write_adapters
+from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.shapes import find_shape
 from quire.bench.peer_files import PeerFiles
 from quire.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.report import Report, Table, rounded
-from quire.bench.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
 from quire.launch.offline.lora_request import LoRARequest
 from quire.protocol.config import EngineConfig

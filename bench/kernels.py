@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from quire.bench.engine import QUIET_CORES, OtherProcessesClock, default_threads
-from quire.bench.peers import in_checkout
 from quire.bench.measure.report import Report, Table, rounded
 from quire.bench.measure.shapes import find_shape
+from quire.bench.peers import in_checkout
 from quire.protocol.errors import ConfigError, EngineError
 
 DEVICE_LOST = 3

@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.bench.peers import PeerChoice, PeerFailed, find_driver, run_json
 from quire.bench.measure.shapes import checkpoint_config
+from quire.bench.peers import PeerChoice, PeerFailed, find_driver, run_json
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.gguf_file import is_gguf
 

@@ -129,7 +129,7 @@ class Peer:
 
 def in_checkout(name: str) -> Path:
     """Return the path of this driver in a checkout of Quire."""
-    return Path(__file__).resolve().parents[2] / "tools" / "peers" / name
+    return Path(__file__).resolve().parents[1] / "tools" / "peers" / name
 
 
 def find_driver(given: Path | None, name: str) -> Path:

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.bench.measure.report import Report, Table, flat, rounded
+from quire.bench.measure.shapes import find_shape
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.report import Report, Table, flat, rounded
-from quire.bench.measure.shapes import find_shape
 from quire.launch.offline.llm import LLM
 from quire.launch.supervision.supervisor import WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError, EngineError

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.scheduler.scheduler_rig import BatchWorker
 from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
 from quire.bench.measure.shapes import find_shape
+from quire.bench.scheduler.scheduler_rig import BatchWorker
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout

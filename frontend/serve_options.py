@@ -103,7 +103,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             SERVER,
             "what to do with unknown fields of requests: ignore (one warning per name in the log) or refuse (400). The "
             "response header `x-quire-ignored-fields` names ignored fields. Unknown fields of messages are always "
-            "ignored: [fields](../launch/http/schema/README.md#fields)",
+            "ignored: [fields](../frontend/http/schema/README.md#fields)",
         ),
     ] = "ignore"
     max_stored_response_bytes: Annotated[
@@ -112,7 +112,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             SERVER,
             "memory of each front end for responses of /v1/responses that clients may refer to later by their ids; the "
             "oldest are dropped first. 0: store none. Requests with `store: false` are not stored: "
-            "[stored responses](../launch/http/dialects/README.md#responses)",
+            "[stored responses](../frontend/http/dialects/README.md#responses)",
             range=(0, 2**40),
             unit="bytes",
         ),
@@ -262,7 +262,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SERVER,
             "format in which the model writes tool calls. auto: that of the checkpoint's `response_template`, or the "
-            "one that its chat template has: [formats](../launch/text/parsing/README.md#formats). none: calls are text",
+            "one that its chat template has: [formats](../frontend/text/parsing/README.md#formats). none: calls are text",
             metavar="NAME",
         ),
     ] = "auto"

@@ -133,9 +133,9 @@ def _make_parser(chosen: str | None) -> tuple[_Parser, _Parser]:
 
 
 def _lazy(target: str) -> Callable[..., None]:
-    """Return a function that imports ``module:name`` of ``quire.launch`` when it is called, and calls it."""
+    """Return a function that imports ``module:name`` of ``quire`` when it is called, and calls it."""
     module, _, name = target.partition(":")
-    return lambda *arguments: getattr(import_module(f"quire.launch.{module}"), name)(*arguments)
+    return lambda *arguments: getattr(import_module(f"quire.{module}"), name)(*arguments)
 
 
 def _with_options(target: str) -> Callable[[argparse.Namespace], None]:
@@ -242,8 +242,7 @@ def _serve(args: argparse.Namespace) -> None:
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)
     if front_end.simulate is not None:
-        from quire.replay.simulate.simulated_engine import simulated_engine
-
+        simulated_engine = import_module("quire.replay.simulate.simulated_engine").simulated_engine
         config, worker = simulated_engine(engine, front_end.simulate, folder)
         serve(config, front_end, name, worker)
         return
@@ -285,37 +284,37 @@ RUNNERS = {"scheduler": "scheduler.command"}
 COMMANDS = {
     "serve": Command("Serve a model over an OpenAI-compatible HTTP interface.", _add_serve_flags, _serve),
     "generate": Command(
-        "Complete raw text in the terminal.", _add_generate_flags, _with_options("offline.terminal:generate")
+        "Complete raw text in the terminal.", _add_generate_flags, _with_options("launch.offline.terminal:generate")
     ),
     "chat": Command(
         "Answer a message through the model's chat template; without --prompt, each line of input.",
         _add_chat_flags,
-        _with_options("offline.terminal:chat"),
+        _with_options("launch.offline.terminal:chat"),
     ),
     "embed": Command(
         "Write the vectors of the lines of a file, with an own engine or a running server.",
         _add_embed_flags,
-        _with_options("offline.embed_command:run"),
+        _with_options("launch.offline.embed_command:run"),
     ),
     "check": Command(
         "Show what a checkpoint can do, and what its files lose of requests; exit with 1 if anything.",
         _add_check_flags,
-        _lazy("check:run"),
+        _lazy("launch.check:run"),
     ),
     "run-batch": Command(
         "Answer a file of requests, with an own engine or a running server.",
-        _lazy("run_batch.command:add_flags"),
-        _lazy("run_batch.command:run"),
+        _lazy("launch.run_batch.command:add_flags"),
+        _lazy("launch.run_batch.command:run"),
     ),
     "top": Command(
         "Show what a running server does: requests, tokens per second, KV blocks, times.",
-        _lazy("top.command:add_top_flags"),
-        _lazy("top.command:run"),
+        _lazy("launch.top.command:add_top_flags"),
+        _lazy("launch.top.command:run"),
     ),
     "engines": Command(
         "List the engines of a running server; add, drain, resume, remove or restart them.",
-        _lazy("fleet.command:add_engines_flags"),
-        _lazy("fleet.command:run"),
+        _lazy("launch.fleet.command:add_engines_flags"),
+        _lazy("launch.fleet.command:run"),
     ),
     "replay": Command(
         "Replay a trace: exactly as recorded, with other settings, or against a running server.",
@@ -324,8 +323,8 @@ COMMANDS = {
     ),
     "node": Command(
         "Run the workers of other machines' servers on this machine's devices.",
-        _lazy("nodes.command:add_node_flags"),
-        _lazy("nodes.command:run"),
+        _lazy("launch.nodes.command:add_node_flags"),
+        _lazy("launch.nodes.command:run"),
     ),
     "plan": Command(
         "Find how many engines carry a trace within given latencies, by simulation.",
@@ -334,7 +333,7 @@ COMMANDS = {
     ),
     "completion": Command(
         "Print a script that lets a shell complete commands, flags and values.",
-        _lazy("completion:add_completion_flags"),
+        _lazy("launch.completion:add_completion_flags"),
         _complete,
     ),
     BENCH: Command(

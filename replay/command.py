@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.bench.measure.report import Table, rounded
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.options import LoadOptions
 from quire.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
 from quire.replay.report.summary import (
@@ -23,7 +24,6 @@ from quire.replay.report.summary import (
 )
 from quire.replay.run.run_record import RunRecord
 from quire.replay.workload.workload import Workload
-from quire.protocol.errors import ConfigError
 
 EX_INTERRUPTED = 130
 MAX_VALUE = 200

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 from quire.bench.measure.http_client import RequestSettings, ServerClient, Timing, Transport
+from quire.protocol.errors import ConfigError
 from quire.replay.live_prompts import PromptMaker
 from quire.replay.run.run_record import RequestRun, RunRecord
 from quire.replay.workload.sources import NEVER, Source, source_of
 from quire.replay.workload.workload import Call, Workload
-from quire.protocol.errors import ConfigError
 
 DEFAULT_VOCABULARY = 1024
 """Vocabulary size assumed of an unknown server: real models have more. Some test models have fewer."""

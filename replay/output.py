@@ -12,10 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.bench.measure.report import Table
-from quire.replay.report.summary import by_run, summary, tables
-from quire.replay.run.run_record import RunRecord
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import one_line
+from quire.replay.report.summary import by_run, summary, tables
+from quire.replay.run.run_record import RunRecord
 
 PROGRESS_AFTER_S = 2.0
 Progress = Callable[[float, int], None]

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.bench.measure.report import Report, Table, rounded
+from quire.protocol.errors import ConfigError
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.parse import parse_cost
 from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.run.step_shape import StepShape
 from quire.replay.workload.workload import Call
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.programs.tools import ToolPauses
 
 STEP_TOKENS = 8192

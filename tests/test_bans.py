@@ -8,21 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import packages
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = (
-    "protocol",
-    "scheduler_proc",
-    "worker_proc",
-    "router_proc",
-    "kernels",
-    "frontend",
-    "launch",
-    "tests",
-    "tools",
-    ".ci",
-)
+FOLDERS = (*packages.PACKAGES, "tests", "tools", ".ci")
 RECEIVES = "protocol/wire/zmq_channel.py"
 
 MODULES = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from exported_metrics import exported_labels
+from packages import PACKAGES
 
 from quire.frontend.http.app import ROUTES
 from quire.frontend.network_options import check_network
@@ -197,17 +198,7 @@ def test_image_has_the_torch_and_extras_of_the_repository() -> None:
 
 def test_the_build_context_has_what_a_build_reads() -> None:
     kept = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    assert kept >= {
-        "quire",
-        "frontend",
-        "kernels",
-        "launch",
-        "protocol",
-        "router_proc",
-        "scheduler_proc",
-        "worker_proc",
-    }
-    assert kept >= {"setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    assert kept >= {"quire", *PACKAGES}
     assert all((ROOT / name).exists() for name in kept)
 
 

@@ -7,18 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import packages
+
 ROOT = Path(__file__).parent.parent
-PACKAGES = (
-    "protocol",
-    "scheduler_proc",
-    "worker_proc",
-    "router_proc",
-    "kernels",
-    "frontend",
-    "launch",
-    "tests",
-    "tools",
-)
+PACKAGES = (*packages.PACKAGES, "tests", "tools")
 
 
 def _names(file: Path) -> set[str]:

@@ -11,9 +11,10 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
+from packages import PACKAGES
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "frontend", "launch")
+SERVING = {"protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "frontend", "launch", "version"}
 ALLOWED = {
     "protocol": {"protocol", "version"},
     "scheduler_proc": {"protocol", "scheduler_proc", "version"},
@@ -21,9 +22,11 @@ ALLOWED = {
     "worker_proc": {"protocol", "kernels", "worker_proc", "version"},
     "router_proc": {"protocol", "router_proc", "version"},
     "frontend": {"protocol", "frontend", "version"},
-    "launch": {"protocol", "scheduler_proc", "router_proc", "frontend", "launch", "version"},
+    "launch": {"protocol", "frontend", "launch", "version"},
+    "replay": {"protocol", "scheduler_proc", "router_proc", "frontend", "launch", "bench", "replay", "version"},
+    "bench": SERVING | {"bench"},
 }
-TORCH_FREE = ("protocol", "scheduler_proc", "router_proc", "frontend", "launch")
+TORCH_FREE = ("protocol", "scheduler_proc", "router_proc", "frontend", "launch", "replay")
 HEAVY = {"torch", "transformers", "triton"}
 
 
@@ -117,17 +120,6 @@ def test_scheduling_code_is_pure() -> None:
 def test_only_workers_import_torch(package: str) -> None:
     for file in _files(package):
         assert not HEAVY & {name.split(".")[0] for name in _imports(file)}, file
-
-
-TOOLS = tuple(f"quire.launch.{name}" for name in ("bench", "demo", "measure", "replay", "top"))
-
-
-def test_serving_code_imports_no_tools() -> None:
-    """Tools (bench, demo, measure, replay, top) are imported only by themselves and by cli.py, which starts them."""
-    for file in _files("launch"):
-        place = file.relative_to(ROOT)
-        if place.parts[1] not in ("bench", "measure", "replay", "top", "cli.py"):
-            assert not [name for name in _imports(file) if name.startswith(TOOLS)], place
 
 
 @pytest.mark.parametrize(

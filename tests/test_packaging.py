@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import packages
 import pytest
 
 from quire.version import DISTRIBUTION, __version__, install_command
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("frontend", "kernels", "launch", "protocol", "router_proc", "scheduler_proc", "worker_proc")
+FOLDERS = packages.PACKAGES
 
 
 def _linked(link: Path, name: str) -> None:
@@ -78,7 +79,7 @@ def test_a_build_of_an_incomplete_tree_fails(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     done = _build(tmp_path)
     assert done.returncode != 0
-    assert "the source tree is incomplete: folder kernels/ is missing" in done.stderr
+    assert f"the source tree is incomplete: folder {FOLDERS[0]}/ is missing" in done.stderr
 
 
 def test_version_names_commit_and_torch() -> None:

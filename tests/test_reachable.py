@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from packages import PACKAGES
+
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protocol", "scheduler_proc", "worker_proc", "router_proc", "kernels", "frontend", "launch")
-TOOLS = ("bench/", "launch/demo/", "bench/measure/", "replay/", "launch/top/", "bench/worker/")
+TOOLS = ("bench/", "replay/", "launch/demo/", "launch/top/")
 STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
 KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
 REASONS = "scheduler_proc/requests/reasons.py"

@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from quire.bench.measure.report import Report, Table, flat
 from quire.bench.peers import PeerFailed, run_json
 from quire.bench.scheduler.scheduler_churn import load_churn_trace
 from quire.bench.scheduler.scheduler_peer import SchedulerPeer, Tree, median_of, one_core, ratio_of
 from quire.bench.scheduler.scheduler_sections import SECTIONS
-from quire.bench.measure.report import Report, Table, flat
 from quire.protocol.errors import ConfigError, did_you_mean
 
 CHILD = "quire.bench.scheduler.scheduler_sections"

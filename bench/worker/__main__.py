@@ -18,11 +18,11 @@ from typing import Any, TextIO
 import msgspec
 import torch
 
-from quire.protocol.model.model_config import ModelConfig
 from quire.bench.worker.limits import measure_limits
 from quire.bench.worker.record import Bench, OutOfTime, Rivals, Row, Size, describe, free_memory
 from quire.bench.worker.sections import Section, choose
 from quire.bench.worker.timing import Clock
+from quire.protocol.model.model_config import ModelConfig
 
 DEVICE_LOST = 3
 _FIGURE_S = {"full": 0.2, "quick": 0.1, "dry": 0.0}

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.attention.backend import AttentionSpec, SharedPrefix
-from quire.worker_proc.attention.cpu import CpuBackend
 from quire.bench.worker.gpu_attention import prefill_flops
 from quire.bench.worker.paged_case import Heads, PagedCase, make_case
 from quire.bench.worker.record import Bench
 from quire.bench.worker.timing import Call
+from quire.worker_proc.attention.backend import AttentionSpec, SharedPrefix
+from quire.worker_proc.attention.cpu import CpuBackend
 
 SMOLLM, SMALL = Heads(9, 3, 64), Heads(16, 8, 64)
 QWEN, LLAMA = Heads(16, 8, 128), Heads(32, 8, 128)

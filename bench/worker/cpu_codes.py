@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 
+from quire.bench.worker.record import Bench
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
 from quire.kernels.cpu.codes_linear import BLOCK_KINDS, CodesLinear
 from quire.kernels.cpu.fp8_linear import Fp8Linear
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import Native, load_native
-from quire.bench.worker.record import Bench
 
 SCALED = (
     ("int8", 0, torch.bfloat16),

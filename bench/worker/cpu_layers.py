@@ -7,12 +7,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from quire.bench.worker.record import Bench
+from quire.bench.worker.timing import Call
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE, dequantise_mxfp4
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.native import load_native
 from quire.protocol.model.model_config import ModelConfig
-from quire.bench.worker.record import Bench
-from quire.bench.worker.timing import Call
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.ops import Experts, TorchOps
 

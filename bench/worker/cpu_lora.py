@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from quire.bench.worker.cpu_layers import layer_shapes
+from quire.bench.worker.record import Bench
+from quire.bench.worker.timing import elapsed_on_host
 from quire.kernels.cpu.linear import PackedLinear
 from quire.kernels.cpu.lora import CpuAdapters
 from quire.kernels.cpu.native import Native, load_native
@@ -12,9 +15,6 @@ from quire.kernels.cpu.recorded_plan import RecordedPlan, record
 from quire.kernels.cpu.weight_memory import allocate
 from quire.kernels.lora.lora import AdapterRows, Part, SlotTable
 from quire.protocol.model.model_config import ModelConfig
-from quire.bench.worker.cpu_layers import layer_shapes
-from quire.bench.worker.record import Bench
-from quire.bench.worker.timing import elapsed_on_host
 
 RANK = 16
 DTYPE = torch.bfloat16

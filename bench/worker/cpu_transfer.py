@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 from xxhash import xxh3_128_digest
 
+from quire.bench.worker.disk_transfer import transfers_of_disk
+from quire.bench.worker.record import Bench
 from quire.kernels.cpu.native import load_native
 from quire.kernels.cpu.page_moves import HEADER, Bytes, Moves, PageMoves
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches
-from quire.bench.worker.disk_transfer import transfers_of_disk
-from quire.bench.worker.record import Bench
 from quire.worker_proc.transfers.pages import block_groups, page_bytes_of
 
 KEY_BYTES = 32

@@ -16,13 +16,13 @@ from threading import Thread
 
 import numpy as np
 
+from quire.bench.worker.record import Bench
 from quire.kernels.cpu.native import load_native
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskPages, HostPages, MoveBlocks, MoveKind
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches
-from quire.bench.worker.record import Bench
 from quire.worker_proc.device.step_watcher import StepWatcher
 from quire.worker_proc.transfers.disk import THREADS, WRITERS, open_pages
 from quire.worker_proc.transfers.mover import BlockMover

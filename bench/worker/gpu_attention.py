@@ -5,14 +5,14 @@ from functools import partial
 
 import torch.nn.functional as F
 
+from quire.bench.worker.paged_case import Heads, PagedCase, make_case
+from quire.bench.worker.record import Bench, free_memory
+from quire.bench.worker.timing import Call
 from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
 from quire.kernels.attention.attention_plan import AttentionPlan, plan_attention
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import prepare_attention
 from quire.kernels.common.fp8 import as_bits
-from quire.bench.worker.paged_case import Heads, PagedCase, make_case
-from quire.bench.worker.record import Bench, free_memory
-from quire.bench.worker.timing import Call
 
 LLAMA = Heads(32, 8, 128)
 TINY = Heads(4, 2, 32)

@@ -6,15 +6,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from quire.bench.worker.paged_case import Heads
+from quire.bench.worker.record import Bench, free_memory
+from quire.bench.worker.timing import Call
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.sampling.sampling import sample
 from quire.kernels.sampling.sampling_noise import uniform
 from quire.kernels.sampling.sampling_stats import row_statistics
-from quire.bench.worker.paged_case import Heads
-from quire.bench.worker.record import Bench, free_memory
-from quire.bench.worker.timing import Call
 
 BLOCK_SIZE = 16
 

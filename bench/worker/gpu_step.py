@@ -6,15 +6,15 @@ from functools import partial
 
 import torch
 
-from quire.kernels.common.triton_runtime import require_launchable
-from quire.protocol.model.kv_layout import kv_layout
-from quire.protocol.model.model_config import ModelConfig
-from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.bench.worker.cpu_layers import layer_shapes
 from quire.bench.worker.record import Bench, Limits, describe, free_memory
 from quire.bench.worker.static_step import static_step
 from quire.bench.worker.step_driver import BLOCK_SIZE, StepDriver, StepTimes, dummy_model, sized
 from quire.bench.worker.timing import elapsed
+from quire.kernels.common.triton_runtime import require_launchable
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.triton_ops import TritonOps
 

@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from quire.bench.worker.record import Bench
 from quire.kernels.cache.block_copy import CacheSet
 from quire.kernels.cache.block_staging import bytes_of_block, gather_blocks, scatter_blocks
 from quire.protocol.model.kv_layout import kv_layout
-from quire.bench.worker.record import Bench
 from quire.worker_proc.transfers.gpu import GpuCopier
 
 BLOCK_SIZE = 16

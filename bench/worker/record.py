@@ -8,9 +8,9 @@ from typing import Literal, TypeVar
 
 import torch
 
-from quire.protocol.model.model_config import ModelConfig
 from quire.bench.worker.paged_case import PagedCase
 from quire.bench.worker.timing import Call, Clock
+from quire.protocol.model.model_config import ModelConfig
 
 Size = Literal["full", "quick", "dry"]
 T = TypeVar("T")

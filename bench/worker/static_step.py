@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quire.bench.worker.timing import Call
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.triton_backend import TritonBackend
-from quire.bench.worker.timing import Call
 from quire.worker_proc.models.decoder import Decoder
 
 

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import torch
 
+from quire.bench.worker.record import Size
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.attention.backend import AttentionBackend
-from quire.bench.worker.record import Size
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.models.decoder import Decoder

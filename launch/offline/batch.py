@@ -15,10 +15,11 @@ from quire.frontend.engine.answers import Answer, BeamOutput, OutputDelta
 from quire.frontend.engine.job import NO_JOB, Job
 from quire.frontend.engine.session import Session
 from quire.frontend.engine.streams import Stream
+from quire.frontend.text.logprob import logprob_by_id
 from quire.frontend.text.prompts import ModelLimits, Prompt, fit_params
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts
-from quire.launch.offline.request_output import CompletionOutput, RequestOutput, append_delta, logprob_by_id
+from quire.launch.offline.request_output import CompletionOutput, RequestOutput, append_delta
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample

@@ -7,29 +7,11 @@ import numpy.typing as npt
 
 from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.engine.routed_experts import by_layer
+from quire.frontend.text.logprob import Logprob, logprob_by_id
 from quire.frontend.text.text_out import TokenTexts
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.wire.front_end_messages import Statistics
-from quire.protocol.wire.logprobs import TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log probability. ``rank`` counts from 1; ``decoded_token`` is the text of the token alone."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-def logprob_by_id(entry: TokenLogprobs, texts: TokenTexts, *, lowest: float = float("-inf")) -> dict[int, Logprob]:
-    """Return one position's log probabilities by token id, each at least ``lowest``."""
-    found = {
-        token: Logprob(max(value, lowest), rank, texts.text(token)) for rank, (token, value) in enumerate(entry.top, 1)
-    }
-    found[entry.token_id] = Logprob(max(entry.logprob, lowest), entry.rank, texts.text(entry.token_id))
-    return found
 
 
 @dataclass(slots=True)

@@ -4,13 +4,13 @@ from functools import partial
 
 import numpy as np
 
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.fifo_pool import FifoBlockPool
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, RecordedEndings
 from quire.replay.core.planner import ImitatingPlanner
 from quire.replay.core.policies import QUIRE, Policies
-from quire.protocol.config import EngineConfig
-from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.admission import Refusal
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.scheduler import Scheduler

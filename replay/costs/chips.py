@@ -6,9 +6,9 @@ from typing import Annotated
 import msgspec
 import yaml
 
+from quire.protocol.errors import ConfigError, did_you_mean
 from quire.replay.costs.csv_table import read_text
 from quire.replay.costs.link import Link
-from quire.protocol.errors import ConfigError, did_you_mean
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]

@@ -3,10 +3,10 @@
 import heapq
 from dataclasses import dataclass, field
 
-from quire.replay.costs.cost import CostModel
-from quire.replay.costs.roofline import ModelOnChips
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks, MoveKind
+from quire.replay.costs.cost import CostModel
+from quire.replay.costs.roofline import ModelOnChips
 
 PAGE_HEADER, PAGE_ALIGNMENT = 256, 4096
 """Bytes; as in worker_proc/transfers, which a test compares."""

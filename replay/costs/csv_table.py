@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.arrivals import positive
 from quire.replay.formats.read import Faults
 from quire.replay.formats.table import read_table
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
-from quire.protocol.errors import ConfigError
 
 
 def read_text(path: Path) -> str:

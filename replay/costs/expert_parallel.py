@@ -10,13 +10,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.layers import LayerProfileCost, read_experts, read_profile
 from quire.replay.costs.link import Link
 from quire.replay.costs.sizes import expert_layers, num_experts_read
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import DTYPE_BYTES
-from quire.protocol.model.model_config import ModelConfig
 
 NOTHING = StepShape([], 1, 1, 1, 1)
 """The step of an engine that has nothing to compute."""

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.replay.costs.nonnegative import Floats, nonnegative_least_squares
 from quire.replay.costs.rows import SimulatedRows
 from quire.replay.recorded.reader import TraceLine, TraceReader
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost, Result, StepDecision, WorkerEpoch
 
 MIN_STEPS = 50

@@ -9,13 +9,13 @@ the network are not included.
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.chips import CHIPS, Chip
 from quire.replay.costs.csv_table import read_measured, read_points
 from quire.replay.costs.grid import Curve, Grid
 from quire.replay.costs.roofline import ModelOnChips
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.model_config import ModelConfig
 
 _USE_ROOFLINE = "use a roofline instead, such as --cost roofline:config.json,h200"
 _TOP = 16_384

@@ -22,6 +22,9 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.csv_table import read_measured, read_points, read_text
 from quire.replay.costs.grid import Curve, Grid
 from quire.replay.costs.link import Link
@@ -29,9 +32,6 @@ from quire.replay.costs.models import find_model
 from quire.replay.costs.sizes import expert_layers, num_experts_read
 from quire.replay.recorded.decompress import find_file
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import DTYPE_BYTES
-from quire.protocol.model.model_config import ModelConfig
 
 DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
 EXPERTS = "profile_moe.csv"

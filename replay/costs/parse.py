@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.chips import find_chip
 from quire.replay.costs.cost import ConstantCost, CostModel
 from quire.replay.costs.expert_parallel import ExpertParallelCost
@@ -12,8 +14,6 @@ from quire.replay.costs.models import find_model
 from quire.replay.costs.roofline import Roofline
 from quire.replay.formats.arrivals import positive
 from quire.replay.workload.workload import Workload
-from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model.model_config import ModelConfig
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_CHIP = "h200"

@@ -2,6 +2,9 @@
 
 from collections import Counter
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.chips import Chip
 from quire.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.replay.costs.sizes import (
@@ -13,9 +16,6 @@ from quire.replay.costs.sizes import (
     room_for_kv,
 )
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import DTYPE_BYTES
-from quire.protocol.model.model_config import ModelConfig
 
 UTILIZATION = 0.9
 """Share of a chip's memory that an engine uses."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.replay.run.step_shape import StepShape
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
+from quire.replay.run.step_shape import StepShape
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from quire.frontend.text.text_in import NO_TOKENIZER, TextIn
 from quire.launch.config.model_folder import DEMO_MODEL
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.content import chain_ids, set_answers
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import Faults, files_of, finish, records
 from quire.replay.workload.workload import Call, Content, Workload
-from quire.protocol.errors import ConfigError
 
 _BATCH = 64
 

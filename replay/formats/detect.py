@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from quire.protocol.errors import ConfigError, did_you_mean
 from quire.replay.formats import (
     agent_text,
     agentic,
@@ -23,7 +24,6 @@ from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import Faults, files_of, read_lines
 from quire.replay.formats.table import fields_of
 from quire.replay.workload.workload import Workload
-from quire.protocol.errors import ConfigError, did_you_mean
 
 Loader = Callable[[Path, LoadOptions], Workload]
 _LOADERS: Mapping[str, Loader] = {

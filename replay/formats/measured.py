@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.content import chain_ids
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import AnswerLength, Faults, finish, read_lines, records
 from quire.replay.recorded.decompress import find_file
 from quire.replay.workload.workload import Call, Content, Workload
-from quire.protocol.errors import ConfigError
 
 REQUESTS, SETTINGS = "workload.jsonl", "meta.json"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import Faults, finish
 from quire.replay.recorded.reader import TraceLine, TraceReader
 from quire.replay.recorded.recorded_settings import recorded_settings
 from quire.replay.recorded.request_outcomes import RequestOutcome, RequestOutcomes
 from quire.replay.workload.workload import Call, Content, Workload
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost
 
 _ID_BYTES = 8

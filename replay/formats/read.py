@@ -9,10 +9,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.options import LoadOptions
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.replay.workload.workload import Call, Workload
-from quire.protocol.errors import ConfigError
 
 MAX_TOKENS = 2**31 - 1
 MAX_LINE_BYTES = 2**28

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.errors import ConfigError, did_you_mean
 from quire.replay.formats.arrivals import Lengths, parse_arrivals, parse_lengths
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import MAX_TOKENS, Faults, finish
 from quire.replay.workload.workload import Call, Content, Workload
-from quire.protocol.errors import ConfigError, did_you_mean
 
 PREFIX = "synthetic:"
 MAX_CALLS = 5_000_000

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from quire.replay.formats.read import MAX_TOKENS, Faults, read_lines
 from quire.protocol.errors import ConfigError
+from quire.replay.formats.read import MAX_TOKENS, Faults, read_lines
 
 
 def fields_of(line: bytes) -> list[str]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.bench.measure.report import Table, rounded
+from quire.protocol.errors import ConfigError, counted
 from quire.replay.command import UsageError, check_repeats, load_options, run_options
 from quire.replay.output import Result, check_outputs, progress_bar, publish
 from quire.replay.plan.search import Search
 from quire.replay.report.summary import percent
 from quire.replay.simulate.sweep import SweepRow, SweepTask, points_of, run_points
-from quire.protocol.errors import ConfigError, counted
 
 NUMBER = "data_parallel_size"
 COLUMNS = (

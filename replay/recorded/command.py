@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from quire.protocol.errors import ConfigError
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceLine, TraceReader
 from quire.replay.recorded.recorded_settings import recorded_settings
 from quire.replay.run.collector import RunCollector
 from quire.replay.run.run_record import RequestRun, RunRecord
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog

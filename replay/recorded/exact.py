@@ -5,6 +5,9 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.replay.core.opaque import OpaqueTokens
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.recorded.difference import (
@@ -23,9 +26,6 @@ from quire.replay.recorded.difference import (
 from quire.replay.recorded.keyframes import begin_at
 from quire.replay.recorded.opaque_lines import opaque_request, opaque_result
 from quire.replay.recorded.reader import TraceLine
-from quire.protocol.errors import ConfigError
-from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
-from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.in_flight import WorkerFault
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog

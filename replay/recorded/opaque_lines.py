@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.protocol.wire.arrays import Int32
+from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.scheduler_proc.trace.lines import Arrival, Result
 
 

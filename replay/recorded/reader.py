@@ -8,9 +8,9 @@ from zlib import crc32
 
 import msgspec
 
+from quire.protocol.errors import ConfigError, QuireError
 from quire.replay.recorded import version_1
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
-from quire.protocol.errors import ConfigError, QuireError
 from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Keyframe, Lost
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 
 from quire.bench.measure.report import Table
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.router_messages import Route, Routed
 from quire.replay.output import Result
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.replay.recorded.exact import IMPOSSIBLE
 from quire.replay.recorded.reader import LONGEST_LINE
-from quire.protocol.errors import ConfigError
-from quire.protocol.wire.router_messages import Route, Routed
 from quire.router_proc.core.router import Router
 from quire.router_proc.trace import FORMAT, VERSION, Consumed, RouterHeader, RouterLine
 

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from quire.replay.run.run_record import StepColumns
-from quire.replay.simulate.setup import Setup
-from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
 from quire.protocol.routing import EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import AllBlocksCleared
 from quire.protocol.wire.router_messages import Progress, Route
+from quire.replay.run.run_record import StepColumns
+from quire.replay.simulate.setup import Setup
+from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
 from quire.router_proc.core.events import CacheChanged, EngineMeasured, EnginesKnown
 from quire.router_proc.core.index import counted_group
 from quire.router_proc.core.pace import Pace, compare

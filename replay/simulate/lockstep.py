@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from quire.protocol.wire.arrays import Int32
 from quire.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.simulator import Simulator, StepInFlight
 from quire.replay.workload.sources import NEVER
-from quire.protocol.wire.arrays import Int32
 
 
 class LockstepSimulator(Simulator):

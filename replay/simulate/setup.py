@@ -8,10 +8,15 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
+from quire.bench.measure.shapes import SHAPES
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.foreign_names import FOREIGN_NAMES, NO_EQUIVALENT
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.shapes import SHAPES
+from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError, did_you_mean
+from quire.protocol.model.kv_layout import KVLayout, kv_layout
+from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.routing import MAX_ENGINES
 from quire.replay.core.policies import QUIRE, Policies, Routing, find_preset
 from quire.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
@@ -19,11 +24,6 @@ from quire.replay.costs.cost import CostModel
 from quire.replay.costs.models import find_model
 from quire.replay.simulate.setting_values import parse_setting
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
-from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, did_you_mean
-from quire.protocol.model.kv_layout import KVLayout, kv_layout
-from quire.protocol.model.model_config import ModelConfig
-from quire.protocol.routing import MAX_ENGINES
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_KV_BYTES = 52 * 2**30

@@ -6,12 +6,12 @@ import msgspec
 
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import EngineOptions
-from quire.replay.costs.parse import parse_cost
-from quire.replay.simulate.worker_process import plan_pool
 from quire.launch.supervision.supervisor import WorkerProgram
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
+from quire.replay.costs.parse import parse_cost
+from quire.replay.simulate.worker_process import plan_pool
 
 
 def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[EngineConfig, WorkerProgram]:

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.replay.costs.rows import SimulatedRows
-from quire.replay.run.step_shape import StepShape
-from quire.replay.simulate.simulated_side_rows import SimulatedSideRows
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
 from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SampleInputs, SchedulerOutput
+from quire.replay.costs.rows import SimulatedRows
+from quire.replay.run.step_shape import StepShape
+from quire.replay.simulate.simulated_side_rows import SimulatedSideRows
 
 _UInt64 = npt.NDArray[np.uint64]
 

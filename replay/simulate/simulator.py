@@ -7,6 +7,10 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import NamedTuple
 
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import CallsTool
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.costs.adapter_clock import AdapterClock
@@ -20,10 +24,6 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.tier_copies import TierCopies
 from quire.replay.workload.sources import NEVER, Source
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import CallsTool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.ticks import TICK_S
 from quire.scheduler_proc.requests.events import Clock

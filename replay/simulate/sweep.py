@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.replay.formats.options import LoadOptions
-from quire.replay.report.figures import attained_share
-from quire.replay.report.summary import summary
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.host_limits import usable_cpus
 from quire.protocol.process.log import first_line
+from quire.replay.formats.options import LoadOptions
+from quire.replay.report.figures import attained_share
+from quire.replay.report.summary import summary
 
 MAX_RUNS = 4096
 MAX_PROCESSES = 61

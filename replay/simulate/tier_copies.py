@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from quire.replay.costs.copies import CopyClock, Tiers
 from quire.protocol.wire.transfer_messages import DiskContents, MoveBlocks
+from quire.replay.costs.copies import CopyClock, Tiers
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import LoadLate
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.cost import ConstantCost, CostModel
 from quire.replay.costs.layers import is_layer_profile
 from quire.replay.costs.models import find_model
@@ -16,8 +18,6 @@ from quire.replay.simulate.setup import NOTHING, Setup, make_setup, resolve_mach
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import source_of
 from quire.replay.workload.workload import Call, Workload
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.model_config import ModelConfig
 
 DEFAULT_STEP_MS = 10.0
 

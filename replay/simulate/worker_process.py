@@ -12,10 +12,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.replay.costs.adapter_clock import AdapterClock
-from quire.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
-from quire.replay.costs.cost import CostModel
-from quire.replay.simulate.simulated_runner import LaunchedStep, SimulatedRunner
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.kv_layout import KVLayout
@@ -35,6 +31,10 @@ from quire.protocol.wire.worker_messages import (
     SchedulerOutput,
     Shutdown,
 )
+from quire.replay.costs.adapter_clock import AdapterClock
+from quire.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
+from quire.replay.costs.cost import CostModel
+from quire.replay.simulate.simulated_runner import LaunchedStep, SimulatedRunner
 
 log = event_logger("worker")
 
@@ -251,10 +251,10 @@ def main() -> None:
         import msgspec
         import zmq
 
-        from quire.replay.costs.parse import parse_cost
         from quire.protocol.wire.channel import Link
         from quire.protocol.wire.worker_messages import SchedulerToWorker
         from quire.protocol.wire.zmq_channel import ZmqChannel, check_socket_directory, worker_address
+        from quire.replay.costs.parse import parse_cost
 
         check_socket_directory(args.directory)
         child.report(Report("started"))

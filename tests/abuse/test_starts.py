@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from served import QUIRE
 
+from quire.bench.measure.report import Table
 from quire.launch.cli import main
 from quire.launch.config.model_folder import DEMO_MODEL
-from quire.bench.measure.report import Table
 from quire.protocol.errors import shortage
 from quire.protocol.process.log import write_line
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS

@@ -19,10 +19,10 @@ from tiers import thinned
 from traced_runs import encoded
 
 from quire.launch.cli import main
+from quire.protocol.errors import ConfigError
 from quire.replay.recorded import reader as reader_module
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader, is_trace
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 
 MIB = 2**20

@@ -21,8 +21,8 @@ from raw_http import connected
 from trace_share import RequestShare, count_shares
 
 from quire.bench.measure.report import Report, Table, format_value, rounded
-from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
+from quire.replay.recorded.reader import TraceReader
 
 CALM = "calm"
 HONEST_KEY, HOSTILE_KEY = "honest", "hostile"

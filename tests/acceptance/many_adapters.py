@@ -17,8 +17,8 @@ import httpx
 from adapters import make_adapter
 from own_server import Holdings, Target, serving
 
-from quire.launch.config.model_folder import DEMO_MODEL
 from quire.bench.measure.report import Report, Table, distribution, rounded
+from quire.launch.config.model_folder import DEMO_MODEL
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 

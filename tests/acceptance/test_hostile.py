@@ -10,9 +10,9 @@ from harness import main
 from hostile import CALM, Round
 from trace_share import RequestShare, count_shares
 
-from quire.replay.recorded.reader import TraceLine
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
+from quire.replay.recorded.reader import TraceLine
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,

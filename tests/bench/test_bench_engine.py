@@ -11,11 +11,11 @@ import pytest
 
 from quire.bench.adapters import write_adapters
 from quire.bench.engine import Contestant, busy_processes, default_threads, make_prompts, run
+from quire.bench.measure.shapes import find_shape
 from quire.bench.peer_files import PeerFiles
 from quire.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
 from quire.launch.cli import parse
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.shapes import find_shape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.adapter import read_adapter
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from quire.bench.kernels import Found, _report, run
-from quire.launch.cli import main
 from quire.bench.measure.shapes import find_shape
-from quire.protocol.errors import ConfigError
 from quire.bench.worker.cpu_attention import gather_and_attend, spec_of
 from quire.bench.worker.gpu_attention import prefill_flops
 from quire.bench.worker.gpu_step import covered_share, floor_s
@@ -21,6 +19,8 @@ from quire.bench.worker.paged_case import Heads, make_case
 from quire.bench.worker.record import Bench, Limits, OutOfTime
 from quire.bench.worker.sections import SECTIONS, choose
 from quire.bench.worker.timing import Clock
+from quire.launch.cli import main
+from quire.protocol.errors import ConfigError
 
 CPU = torch.device("cpu")
 LIMITS = Limits(1e9, 2e9, {torch.bfloat16: 1e12})

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from quire.bench.dataset import random_prompts, read_prompts
-from quire.bench.serve import arrivals, closed_loop, fit_prompts, make_report, open_loop, run
 from quire.bench.measure.http_client import RequestSettings, ServerClient, Timing, parse_metrics
+from quire.bench.serve import arrivals, closed_loop, fit_prompts, make_report, open_loop, run
 from quire.protocol.errors import ConfigError
 
 SETTINGS = RequestSettings("m", max_tokens=4, temperature=0.0, seed=7, chat=False, ignore_eos=False)

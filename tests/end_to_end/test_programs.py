@@ -12,9 +12,9 @@ from conversations import call
 from script_checkpoint import make_script_checkpoint
 from served import Served
 
+from quire.protocol.wire.front_end_messages import CallsTool
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader
-from quire.protocol.wire.front_end_messages import CallsTool
 from quire.scheduler_proc.trace.lines import Event
 
 pytestmark = pytest.mark.full

@@ -15,10 +15,10 @@ from engine_processes import engine_processes
 from served import QUIRE, Served
 
 from quire.launch.config.model_folder import DEMO_MODEL
+from quire.protocol.model.model_config import load_model_config
 from quire.replay.costs.fitted import fit, timed_steps
 from quire.replay.costs.parse import parse_cost
 from quire.replay.recorded.reader import TraceReader
-from quire.protocol.model.model_config import load_model_config
 
 STEP_SECONDS = 0.002
 

@@ -6,6 +6,8 @@ import pytest
 from replay_workloads import AffineCost
 from scheduler_driver import make_config, make_layout
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.replay.costs.adapter_clock import AdapterClock
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.synthetic import load
@@ -14,8 +16,6 @@ from quire.replay.simulate.setup import Setup, make_setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
 from quire.replay.workload.workload import Call, Workload
-from quire.protocol.errors import ConfigError
-from quire.protocol.wire.adapter_messages import LoadAdapter
 
 MANY = "synthetic:requests=200,arrivals=poisson:40,input=fixed:20,output=fixed:10,adapters=12,adapter_zipf=0.5"
 

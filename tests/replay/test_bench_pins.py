@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from quire.replay.pins import NEVER, Turn, best_fixed, figures, learn, run, turns_of
-from quire.replay.costs.cost import ConstantCost
-from quire.replay.workload.workload import Call
 from quire.protocol.errors import ConfigError
+from quire.replay.costs.cost import ConstantCost
+from quire.replay.pins import NEVER, Turn, best_fixed, figures, learn, run, turns_of
+from quire.replay.workload.workload import Call
 
 EXCERPT = Path(__file__).parents[2] / "data" / "agentic_excerpt.jsonl"
 

@@ -3,14 +3,14 @@
 import numpy as np
 from scheduler_driver import make_config, make_layout
 
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.front_end_messages import Abort
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.costs.rows import SimulatedRows
 from quire.replay.run.collector import RunCollector
 from quire.replay.run.run_record import RequestRun, RunRecord
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import Abort
 from quire.scheduler_proc.requests.events import Fail
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 

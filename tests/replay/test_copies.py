@@ -6,8 +6,10 @@ import pytest
 from replay_workloads import AffineCost
 from scheduler_driver import make_config, make_layout
 
-from quire.kernels.cpu.page_moves import BlockGroup
 from quire.bench.measure.shapes import SHAPES
+from quire.kernels.cpu.page_moves import BlockGroup
+from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.wire.transfer_messages import MoveBlocks, MoveKind
 from quire.replay.costs.chips import find_chip
 from quire.replay.costs.copies import NO_TIERS, CopyClock, CopyRates, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import ConstantCost, CostModel
@@ -21,8 +23,6 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
 from quire.replay.workload.workload import Call, Content
-from quire.protocol.model.kv_layout import kv_layout
-from quire.protocol.wire.transfer_messages import MoveBlocks, MoveKind
 from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
 from quire.worker_proc.transfers.pages import page_bytes_of
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.bench.measure.shapes import SHAPES
+from quire.protocol.errors import ConfigError
 from quire.replay.costs.layers import (
     ATTENTION,
     DENSE,
@@ -19,7 +20,6 @@ from quire.replay.costs.layers import (
     merge_prefills,
 )
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[2] / "data" / "layer_profile_excerpt"
 LLAMA = SHAPES["llama-3.1-8b"]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from quire.bench.measure.shapes import SHAPES
+from quire.protocol.errors import ConfigError
 from quire.replay.costs.chips import CHIPS, find_chip
 from quire.replay.costs.models import MODELS, find_model
 from quire.replay.costs.parse import default_cost, parse_cost
 from quire.replay.run.step_shape import StepShape
 from quire.replay.workload.workload import Workload
-from quire.protocol.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"
 STEP = StepShape([(100, 50)], 8, 8000, 9)

@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from quire.bench.measure.shapes import SHAPES
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.weight_format import online_format
 from quire.replay.costs.chips import CHIPS
 from quire.replay.costs.kernel_tables import KernelTableCost
 from quire.replay.costs.link import Link
@@ -14,8 +16,6 @@ from quire.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.replay.costs.roofline import Roofline
 from quire.replay.costs.sizes import num_experts_read, num_parameters, room_for_kv, weight_bytes
 from quire.replay.run.step_shape import StepShape
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.weight_format import online_format
 
 TABLES = Path(__file__).parents[2] / "data" / "kernel_tables_excerpt"
 LLAMA = SHAPES["llama-3.1-8b"]

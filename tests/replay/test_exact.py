@@ -9,6 +9,9 @@ import pytest
 from scheduler_driver import Driver, make_request
 from traced_runs import STEP_SECONDS, encoded, random_run, traced, write_trace
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.replay.costs.cost import ConstantCost
 from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
@@ -18,9 +21,6 @@ from quire.replay.run.run_record import RunRecord
 from quire.replay.simulate.setup import make_setup
 from quire.replay.simulate.whatif import run_workload
 from quire.replay.workload.workload import Call
-from quire.protocol.errors import ConfigError
-from quire.protocol.wire.front_end_messages import EndReason
-from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.scheduler_proc.trace.lines import Arrival, End, Event, Line, Lost, Result, StepDecision
 
 

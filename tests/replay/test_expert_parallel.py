@@ -6,6 +6,7 @@ import pytest
 from made_up_profile import write_profile
 
 from quire.bench.measure.shapes import SHAPES
+from quire.protocol.errors import ConfigError
 from quire.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
 from quire.replay.costs.layers import load_layer_profile
 from quire.replay.costs.link import Link
@@ -13,7 +14,6 @@ from quire.replay.costs.parse import parse_cost
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.whatif import prepare
 from quire.replay.workload.workload import Call, Workload
-from quire.protocol.errors import ConfigError
 
 MODEL = SHAPES["qwen3-30b-a3b"]
 LAYERS, HIDDEN, EXPERTS = 48, 2048, 128

@@ -11,12 +11,12 @@ import pytest
 from scheduler_driver import make_config, make_layout, make_request
 from tiers import thinned
 
+from quire.protocol.errors import ConfigError
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.costs.fitted import FittedCost, TimedStep, fit, fit_steps
 from quire.replay.costs.nonnegative import nonnegative_least_squares
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.simulated_runner import SimulatedRunner
-from quire.protocol.errors import ConfigError
-from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import TraceHeader

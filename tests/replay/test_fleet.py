@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_config, make_layout
 
+from quire.protocol.config import EngineConfig
 from quire.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
 from quire.replay.report.summary import summary
 from quire.replay.run.run_record import RunRecord
@@ -18,7 +19,6 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop
 from quire.replay.workload.workload import Call, Content
-from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.kv.events import KVEventRecorder
 
 SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 5)}

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.detect import FORMATS, detect_format, load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.workload.workload import Workload
-from quire.protocol.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"
 MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.arrivals import draw_gaps, parse_arrivals, parse_lengths
 from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.workload.workload import Workload, block_names
-from quire.protocol.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "data"
 

@@ -7,12 +7,12 @@ from keyframed_runs import dump_of, long_lived
 from scheduler_driver import change
 from traced_runs import write_trace
 
+from quire.protocol.errors import ConfigError
 from quire.replay.costs.fitted import fit
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
 from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.reader import TraceReader
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe, Result, StepDecision
 from quire.scheduler_proc.trace.snapshot import Column
 

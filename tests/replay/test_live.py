@@ -10,12 +10,12 @@ import httpx
 import numpy as np
 import pytest
 
+from quire.protocol.errors import ConfigError
 from quire.replay.live import Target, run_live
 from quire.replay.live_prompts import PromptMaker, generate_tokens
 from quire.replay.report.summary import summary
 from quire.replay.run.run_record import RunRecord
 from quire.replay.workload.workload import Call, Content, Workload
-from quire.protocol.errors import ConfigError
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 from made_up_profile import write_profile
 
 from quire.launch.cli import main
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.detect import detect_format, load_workload
 from quire.replay.formats.measured_results import measured_record
 from quire.replay.formats.options import LoadOptions
 from quire.replay.simulate.whatif import prepare
-from quire.protocol.errors import ConfigError
 
 KWARGS = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True, "max_num_seqs": 8}
 

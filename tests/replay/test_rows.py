@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_layout
 
+from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.replay.costs.rows import SimulatedRows
 from quire.replay.run.run_record import RunRecord
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import ClosedLoop
-from quire.protocol.wire.worker_messages import SchedulerOutput
 
 
 @dataclass

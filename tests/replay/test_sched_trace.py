@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.sched_trace import KIND_KEYS
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Workload, block_names
-from quire.protocol.errors import ConfigError
 
 
 def snapshot(step: int, **more: Any) -> dict[str, Any]:

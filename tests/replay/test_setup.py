@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from replay_workloads import workload
 
-from quire.launch.config.options import EngineOptions
 from quire.bench.measure.shapes import SHAPES
+from quire.launch.config.options import EngineOptions
+from quire.protocol.errors import ConfigError
 from quire.replay.core.policies import QUIRE
 from quire.replay.costs.cost import ConstantCost
 from quire.replay.simulate.setting_values import parse_setting
 from quire.replay.simulate.setup import INERT, Setup, make_setup, max_blocks, resolve_machine
 from quire.replay.workload.workload import Call, Content
-from quire.protocol.errors import ConfigError
 
 CALLS = [Call(0, "a", 0.0, 300, 20), Call(1, "b", 1.0, 90, 10)]
 

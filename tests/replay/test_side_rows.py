@@ -9,6 +9,11 @@ from scheduler_driver import Driver, change, make_config, make_layout, make_requ
 from traced_runs import traced, write_trace
 
 from quire.frontend.engine.new_rows import NewRows
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.model_config import MoeConfig
+from quire.protocol.model.pooling_config import PoolingConfig
+from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, StepOutputs
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
 from quire.replay.report.figures import latency
@@ -17,11 +22,6 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulated_runner import SimulatedRunner
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
-from quire.protocol.config import EngineConfig
-from quire.protocol.model.model_config import MoeConfig
-from quire.protocol.model.pooling_config import PoolingConfig
-from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.wire.front_end_messages import AddRequest, EndReason, StepOutputs
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 POOLING = PoolingConfig(tasks=["embed", "token_embed", "classify"], size=6, labels=["a", "b"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_config, make_layout
 
+from quire.protocol.config import EngineConfig
 from quire.replay.core.policies import Policies
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.costs.copies import NO_TIERS, CopyRates, Tiers
@@ -21,7 +22,6 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Content, block_names
-from quire.protocol.config import EngineConfig
 
 
 def simulate(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.options import LoadOptions
 from quire.replay.simulate.sweep import SweepTask, run_point, sweep
-from quire.protocol.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"
 

@@ -3,12 +3,12 @@
 import pytest
 from replay_workloads import AffineCost, workload
 
+from quire.protocol.errors import ConfigError
 from quire.replay.report.summary import summary, tables
 from quire.replay.run.run_record import RunRecord
 from quire.replay.simulate.setup import make_setup
 from quire.replay.simulate.whatif import prepare, run_workload
 from quire.replay.workload.workload import Call, Content
-from quire.protocol.errors import ConfigError
 
 SMALL = {"block_size": "16", "num_usable_blocks": "64", "max_model_len": "256"}
 

@@ -11,10 +11,6 @@ from fake_child import no_calls
 from memory_channel import memory_pair
 from scheduler_driver import make_config, make_layout, make_request
 
-from quire.replay.costs.cost import ConstantCost
-from quire.replay.run.step_shape import StepShape
-from quire.replay.simulate.simulated_runner import SimulatedRunner
-from quire.replay.simulate.worker_process import MAX_BLOCKS, SimulatedWorker, plan_pool
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
@@ -35,6 +31,10 @@ from quire.protocol.wire.worker_messages import (
     Shutdown,
     WorkerToScheduler,
 )
+from quire.replay.costs.cost import ConstantCost
+from quire.replay.run.step_shape import StepShape
+from quire.replay.simulate.simulated_runner import SimulatedRunner
+from quire.replay.simulate.worker_process import MAX_BLOCKS, SimulatedWorker, plan_pool
 from quire.scheduler_proc.core.scheduler import Scheduler
 
 CONFIG = make_config(eos=[7, 8], num_blocks_override=32)

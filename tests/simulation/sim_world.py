@@ -27,7 +27,6 @@ from sim_violation import Violation
 from sim_worker import SimWorker
 
 from quire.frontend.engine.engine_client import Update
-from quire.replay.recorded.exact import replay_lines
 from quire.launch.supervision.members import Role
 from quire.launch.supervision.policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
@@ -39,6 +38,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Configure
+from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.structured import manager as grammar_manager
 from quire.scheduler_proc.trace import journal

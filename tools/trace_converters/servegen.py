@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.arrivals import Doubles, draw_gaps
 from quire.replay.formats.read import MAX_TOKENS, Faults, read_lines
 from quire.replay.formats.table import fields_of
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
-from quire.protocol.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from quire.protocol.errors import ConfigError
 from quire.replay.formats.arrivals import parse_arrivals
 from quire.replay.formats.read import Faults, files_of
 from quire.replay.formats.table import read_table, token_count
-from quire.protocol.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -26,10 +26,10 @@ from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
 from quire.frontend.http.schema.schema import ChatRequest, CommonRequest
 from quire.frontend.http.serving.server import Server
+from quire.frontend.text.logprob import Logprob
 from quire.frontend.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_out import TokenTexts
-from quire.launch.offline.request_output import Logprob
 from quire.protocol.wire.timeline import TimelineEvent
 
 

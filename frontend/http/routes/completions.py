@@ -21,9 +21,9 @@ from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.sessions import as_piece, begin_piece, read_piece
 from quire.frontend.http.schema.schema import CommonRequest, CompletionRequest
 from quire.frontend.http.serving.server import Server
+from quire.frontend.text.logprob import Logprob, logprob_by_id
 from quire.frontend.text.prompts import MAX_PROMPTS, Prompt, encode_prompt
 from quire.frontend.text.text_out import TextOut, TokenTexts
-from quire.launch.offline.request_output import Logprob, logprob_by_id
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from tests.frontend.conftest import TEMPLATE
 from tokenizers import Tokenizer
 
 from quire.frontend.http.app import make_app
@@ -12,6 +11,7 @@ from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.chat_template import ChatTemplate
 from quire.frontend.text.parsing.choose import choose_format
 from quire.frontend.text.text_in import TextIn
+from tests.frontend.conftest import TEMPLATE
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}

@@ -4,15 +4,15 @@ import json
 from typing import Any
 
 import pytest
-from tests.launch.http.test_messages import WEATHER as ANTHROPIC_TOOL
-from tests.launch.http.test_messages import assembled as message_of
-from tests.launch.http.test_messages import named_events as message_events
-from tests.launch.http.test_responses import PATCH, REMOTE, assembled, named_events
-from tests.launch.http.test_responses import WEATHER as OPENAI_TOOL
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.parsing.choose import choose_format
+from tests.frontend.http.test_messages import WEATHER as ANTHROPIC_TOOL
+from tests.frontend.http.test_messages import assembled as message_of
+from tests.frontend.http.test_messages import named_events as message_events
+from tests.frontend.http.test_responses import PATCH, REMOTE, assembled, named_events
+from tests.frontend.http.test_responses import WEATHER as OPENAI_TOOL
 
 SAID = [
     ("weather", {"place": 'Köln "am" Rhein'}),

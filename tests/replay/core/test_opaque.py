@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from scheduler_driver import change, make_config, make_layout
 
+from quire.protocol.request.sampling_params import SamplingParams
 from quire.replay.core.opaque import OpaqueRequest
 from quire.replay.core.scheduler import ReplayScheduler
-from quire.protocol.request.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from scheduler_driver import Driver, expected_tokens, make_config
 
-from quire.replay.core.policies import PRESETS, QUIRE, Policies, find_preset
 from quire.protocol.errors import ConfigError
+from quire.replay.core.policies import PRESETS, QUIRE, Policies, find_preset
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 

@@ -16,11 +16,11 @@ from scheduler_driver import Driver, change
 from tiers import thinned
 from traced_runs import encoded, random_run, traced, write_trace
 
+from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.wire.front_end_messages import Abort, EndReason, Stop
 from quire.replay.recorded.difference import Difference
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader
-from quire.protocol.errors import ConfigError, InvalidRequest
-from quire.protocol.wire.front_end_messages import Abort, EndReason, Stop
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,

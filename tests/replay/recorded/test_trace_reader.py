@@ -10,9 +10,9 @@ import pytest
 from scheduler_driver import Driver
 from traced_runs import encoded, write_trace
 
+from quire.protocol.errors import ConfigError
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader, is_trace
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.lines import End, Lost, StepDecision, encode_line
 
 

@@ -9,9 +9,9 @@ from load_choices import FOUND, FRONT, PROMPT, compute_front, engine_with_prefix
 from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 
-from quire.replay.recorded.exact import replay_lines
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import BlocksMoved
+from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
 from quire.scheduler_proc.costs.costs import FULL_PAGES, PROBE_INTERVAL, CostState
 from quire.scheduler_proc.requests.events import LoadLate

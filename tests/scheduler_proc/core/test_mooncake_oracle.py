@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from quire.replay.core.fifo_pool import FifoBlockPool
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.replay.core.fifo_pool import FifoBlockPool
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 

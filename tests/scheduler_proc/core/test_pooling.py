@@ -24,7 +24,6 @@ from scheduler_load import (
 )
 from tiers import thinned
 
-from quire.replay.recorded.exact import replay_lines
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.pooling_config import PoolingConfig
@@ -32,6 +31,7 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
 from quire.protocol.wire.side_arrays import MAX_SIDE_BYTES, PooledRows, RoutedExperts
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import Arrival, decode_line, encode_line
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver, end_of, expected_tokens
 
-from quire.replay.core.policies import Policies
 from quire.protocol.wire.front_end_messages import EndReason
+from quire.replay.core.policies import Policies
 
 
 def two_that_do_not_fit(**settings: object) -> Driver:

@@ -11,8 +11,8 @@ from scheduler_driver import Driver
 from scheduler_load import Load, program_settings, random_settings
 from tiers import thinned
 
-from quire.replay.recorded.exact import replay_lines
 from quire.protocol.wire.front_end_messages import CallsTool
+from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.trace.lines import decode_line, encode_line
 

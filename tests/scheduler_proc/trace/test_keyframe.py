@@ -18,12 +18,12 @@ from scheduler_driver import Driver, change, make_config, make_request
 from scheduler_load import Load, random_settings
 from tiers import thinned
 
-from quire.replay.recorded.exact import replay_lines
-from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command
 from quire.protocol.wire.front_end_messages import StepOutputs
+from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.reader import TraceReader
 from quire.scheduler_proc.process import garbage_collection
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.trace import journal

@@ -12,14 +12,14 @@ from fake_adapters import adapter_ref
 from loop_under_test import LoopUnderTest
 from scheduler_driver import change, make_config, make_layout, make_request
 
-from quire.replay.recorded.exact import replay_lines
-from quire.replay.recorded.reader import TraceReader
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.child import Command
 from quire.protocol.wire.adapter_messages import UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, Statistics, StepOutputs
 from quire.protocol.wire.link_messages import Welcome
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.reader import TraceReader
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 from quire.scheduler_proc.trace.lines import AnyLine, Arrival, End, Event, Header, Result, StepDecision, WorkerEpoch

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from scheduler_driver import Driver
 
+from quire.protocol.errors import ConfigError
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader, read_header
-from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, Record, RecordKind
 from quire.scheduler_proc.trace.files import TraceFiles, part_path

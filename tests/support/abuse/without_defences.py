@@ -17,6 +17,7 @@ import msgspec
 import yaml
 from grammar_cases import demo_backend
 
+from quire.bench.measure import report
 from quire.frontend.http.routes import generate
 from quire.frontend.http.serving import gate, http_server, metrics, origins, socket_protocol
 from quire.frontend.http.serving.body_budget import BodyBudget
@@ -25,13 +26,12 @@ from quire.frontend.http.serving.socket_protocol import ConnectionLimits
 from quire.frontend.text import template_helper, text_in
 from quire.launch import cli
 from quire.launch.config import config_file
-from quire.bench.measure import report
-from quire.replay.recorded import reader
-from quire.replay.run.collector import RunCollector
 from quire.protocol.process import helper, log
 from quire.protocol.process.helper import HelperDied
 from quire.protocol.process.restarts import Restarts
 from quire.protocol.wire import connection_limit
+from quire.replay.recorded import reader
+from quire.replay.run.collector import RunCollector
 from quire.scheduler_proc.process.sockets import SocketFile
 from quire.scheduler_proc.structured import llguidance_backend
 from quire.scheduler_proc.trace import files

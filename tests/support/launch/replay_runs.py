@@ -6,16 +6,16 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from quire.bench.measure.shapes import SHAPES
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import EngineOptions
-from quire.bench.measure.shapes import SHAPES
+from quire.protocol.model.kv_layout import kv_layout
 from quire.replay.costs.cost import ConstantCost
 from quire.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
 from quire.replay.workload.workload import Call, Content
-from quire.protocol.model.kv_layout import kv_layout
 
 BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from scheduler_driver import make_config
 
+from quire.protocol.config import EngineConfig
 from quire.replay.run.step_shape import StepShape
 from quire.replay.workload.workload import Call, Content, Workload
-from quire.protocol.config import EngineConfig
 
 
 class AffineCost:

@@ -17,10 +17,6 @@ from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 from lines_in_memory import numbered, record_log
 from memory_channel import memory_pair
 
-from quire.replay.core.policies import QUIRE, Policies
-from quire.replay.core.scheduler import ReplayScheduler
-from quire.replay.recorded.difference import Difference
-from quire.replay.recorded.exact import replay_lines
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
@@ -43,6 +39,10 @@ from quire.protocol.wire.front_end_messages import (
 from quire.protocol.wire.timeline import TimelineEvent
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
+from quire.replay.core.policies import QUIRE, Policies
+from quire.replay.core.scheduler import ReplayScheduler
+from quire.replay.recorded.difference import Difference
+from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.process.worker_group import common_contents
