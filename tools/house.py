@@ -6,7 +6,7 @@ The earlier commit is the last one that CHANGELOG.md names, unless ``--against``
 object of CPU seconds by test file. ``--json`` writes every figure, also those of which the tables have only the worst.
 These are figures to judge, not limits: docs/packaging.md has the budget of lines per package.
 
-A product file names a capability from outside if its path has no word of ``WORDS`` and is none of ``ROOMS``, and an
+A product file names a capability from outside if its path has no word of ``WORDS`` and is not in ``ROOMS``, and an
 identifier, a keyword or a string of its code has one, cut at underscores and capitals. Comments and docstrings are
 left out. ``program`` in ``kernels`` is a program of Triton, and is not counted.
 """
