@@ -262,7 +262,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             SERVER,
             "format in which the model writes tool calls. auto: that of the checkpoint's `response_template`, or the "
-            "one that its chat template has: [formats](../frontend/text/parsing/README.md#formats). none: calls are text",
+            "one that its chat template has: [formats](../frontend/text/parsing/README.md#formats). none: calls are "
+            "text",
             metavar="NAME",
         ),
     ] = "auto"

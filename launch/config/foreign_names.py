@@ -129,7 +129,7 @@ NO_EQUIVALENT = {
     "cont_batching": _ALWAYS,
     "metrics": _ALWAYS,
     "enable_metrics": _ALWAYS,
-    "eviction_policy": "removed: lru is always used, because value gained only in small pools: docs/log.md",
+    "eviction_policy": "removed: lru is always used, because value gained only in small pools: docs/log/2026-11-27.md",
     "slots": "not supported: quire top shows the requests by state",
     "cache_reuse": "not needed: equal prefixes are reused unless --no-enable-prefix-caching is given",
     "t": _THREADS,

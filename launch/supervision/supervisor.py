@@ -22,7 +22,7 @@ from quire.protocol.process.child import Command
 
 # A worker thread that waits for other threads spins this many times and then sleeps. The default of torch's OpenMP
 # library is to spin forever, which takes the core from the scheduler, the front ends and other programs. Measurements:
-# docs/log.md, 2026-11-21.
+# docs/log/2026-11-21.md.
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 
 

@@ -179,8 +179,8 @@ def read_header(file: Path) -> Header:
         )
     if isinstance(first.config, dict) and first.config.get("eviction_policy") == "value":
         raise ConfigError(
-            f"{file} was recorded with --eviction-policy value, which was removed on 2026-11-28 (docs/log.md): only a "
-            "Quire from before that day replays it"
+            f"{file} was recorded with --eviction-policy value, which was removed on 2026-11-28: "
+            "only a Quire from before that day replays it (docs/log/2026-11-27.md)"
         )
     try:
         header = lines.decode_line(version_1.upgrade(raw) if first.version == version_1.VERSION else raw)

@@ -10,8 +10,8 @@ from quire.router_proc.core.load import EngineLoad
 WEIGHT = 4.0
 """How much an uncached token of the request counts, beside one of the queue: where it is computed, it also evicts.
 
-In replays of public traces with four engines (docs/log.md), 4 finds 92 to 100 % of what one engine with four times the
-pool finds, and 2 finds 88 to 99 %. The mean end-to-end latency with 4 is 1 % shorter to 2 % longer.
+In replays of public traces with four engines (docs/log/2026-11-28.md), 4 finds 92 to 100 % of what one engine with
+four times the pool finds, and 2 finds 88 to 99 %. The mean end-to-end latency with 4 is 1 % shorter to 2 % longer.
 """
 RUNNING_TOKENS = 16.0
 """Tokens of a prompt that a running request counts as, because it slows the others down."""

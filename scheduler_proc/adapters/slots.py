@@ -6,7 +6,7 @@ from quire.scheduler_proc.requests.request import Adapter
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 ADAPTER_SLICE = 16
-"""Steps that an adapter has before another one gets its turn, or its slot. Chosen by measurement (docs/log.md)."""
+"""Steps that an adapter has before another one gets its turn, or its slot. Measured: docs/log/2026-11-27.md."""
 HELD_PATIENCE = 16 * ADAPTER_SLICE
 """Steps without an admission after which an adapter yields its slot to one with held requests."""
 
