@@ -81,9 +81,11 @@ test-browser: install-dev ## test the HTML report of a replay in a real browser
 test-clients: install-dev ## test the newest releases of clients, each installed into .clients
 	$(PYTEST) -m slow -s tests/end_to_end/test_clients.py tests/end_to_end/test_agent_commands.py
 
-lint: install-dev ## run ruff and mypy
+# The rules read only files that changed; with CI set, as .ci/run does, all of them.
+lint: install-dev ## run ruff and mypy, and check the rules about the repository
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/rules/rules.py $(if $(CI),--whole)
 	$(BIN)/mypy
 
 # Runs on a machine with a network. Its .gitignore hides the folder from git.
@@ -101,4 +103,4 @@ gpu-check: ## check the GPU path on a GPU machine, with the wheels of gpu-wheels
 	$(PYTHON) -P tests/gpu/check.py --wheels $(WHEELS) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .clients build *.egg-info .pytest_cache .rules_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,5 @@
 """Text is written in the words of docs/glossary.md: no comment, docstring, message or page has a turn of the list.
 
-    python -P tests/test_prose.py [PATH ...]     # every match with file and line
-
 The list holds turns that a reader of this field stumbles over: requests as persons, private words for standard terms,
 nouns that are left out. A text that needs one of these words for another meaning is rephrased; the list has no
 exceptions per file.
@@ -10,15 +8,12 @@ exceptions per file.
 import ast
 import io
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import PurePosixPath
 
-import pytest
+from sources import Source
 
-ROOT = Path(__file__).resolve().parents[1]
 DOC_COLUMNS = 100
 
 TURNS: dict[str, str] = {
@@ -99,43 +94,6 @@ TURNS: dict[str, str] = {
 }
 """Name → regular expression of whole words, any case."""
 
-REVIEWED = (
-    "A trial is one; who runs short alone is put out for itself",
-    "who gets how many positions and blocks, who is put out, who is let in, and why not",
-    "To who is gone already: nothing happens. Who does not take it, is gone from now on.",
-    "Who is to run with nobody beside it.",
-    "nobody knows of a size that is new how long it takes",
-    "Whose it is, and what that one may ask for.",
-    "Where in ``tokens`` ... one stands that ends somebody.",
-    "may not be what it should be: nobody may find it again",
-    "Somebody was put out in this very step; letting others in would put out more.",
-    "Whom ``request``, which finds no row, may put out for one; None: nobody.",
-    "who wants more is damaged, or means it ill",
-    "what is taken are no handles",
-    "it took no time that there is",
-    "a log probability that is none",
-    "another rank does not come to the sum",
-    "CXX names X, which is not there",
-    "the body did not come in time",
-    "there is nothing at /x",
-    "Requests sent back to wait for want of blocks.",
-    "...; what runs is computed again by other workers",
-    "who goes first: the earliest, or the lowest priority number",
-    "keys that open the server",
-    "Who attends; said with the reason.",
-    "Who is to live: which processes are started, ended and told what.",
-)
-"""Texts that this code once had, from a review of it."""
-
-PLAIN = (
-    "Return the victim to preempt for a batch slot, or None.",
-    "max_tokens must be between 1 and 2047 (got 5000): raise --max-model-len or shorten the prompt",
-    "A request was preempted in this step; admitting more would cause further preemption.",
-    "Running requests will be recomputed by new workers.",
-    "There are no free blocks, so that the request waits.",
-    "The scheduler sends the diff to the workers and receives one result per step.",
-)
-
 _PATTERNS = {
     name: re.compile(rf"(?<!\w)(?:{turn})(?!\w)", re.IGNORECASE if name != "of a" else 0)
     for name, turn in TURNS.items()
@@ -146,82 +104,89 @@ _MARKERS = {".cpp": "//", ".h": "//", ".js": "//", ".css": "/*", ".toml": "#", "
 _WORDS = re.compile(r"[A-Za-z]{2,} [A-Za-z]{2,}")
 
 
-class Block(NamedTuple):
-    """Text that belongs together, as (line number, text) of each of its lines."""
-
-    file: str
-    lines: list[tuple[int, str]]
+Block = list[tuple[int, str]]
+"""Text that belongs together, as (line number, text) of each of its lines."""
 
 
-class Match(NamedTuple):
-    file: str
-    line: int
-    turn: str
-    text: str
+def facts(source: Source) -> list[tuple[int, str, str]]:
+    """Return (line, turn, text around it) for each turn of the list, and for each line of a page that is too long."""
+    kind = PurePosixPath(source.name).suffix
+    if source.name == "tools/rules/prose.py" or any(part in source.name for part in _DATA):
+        return []
+    if kind == ".py":
+        blocks = _blocks_of_tests(source) if source.package == "tests" else _product_blocks(source)
+    else:
+        blocks = _page_blocks(source) if kind == ".md" else _other_blocks(source, _MARKERS[kind])
+    found = {match for block in blocks for match in _matches(block)}
+    return sorted(found.union(_wide_lines(source) if kind == ".md" else ()))
 
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: [{self.turn}] {self.text}"
+
+def problems(facts: dict[str, list[tuple[int, str, str]]]) -> Iterator[str]:
+    for file, found in facts.items():
+        for line, turn, text in found:
+            yield f"{file}:{line}: [{turn}] {text}"
+    if facts:
+        yield "docs/glossary.md has the plain words"
 
 
-def product_blocks(file: Path) -> Iterator[Block]:
+def _product_blocks(source: Source) -> Iterator[Block]:
     """Yield the comments, docstrings and texts of a product file; a text has two words in a row at least."""
-    source, name = file.read_text(), _name(file)
-    yield from _comments(source, name)
-    for node in ast.walk(ast.parse(source)):
+    yield from _comments(source)
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _WORDS.search(node.value):
-            yield _block(name, node.lineno, node.value)
+            yield _block(node.lineno, node.value)
 
 
-def blocks_of_tests(file: Path) -> Iterator[Block]:
+def _blocks_of_tests(source: Source) -> Iterator[Block]:
     """Yield the comments, docstrings and names of tests of a test file; its other texts are data."""
-    source, name = file.read_text(), _name(file)
-    yield from _comments(source, name)
-    for node in ast.walk(ast.parse(source)):
+    yield from _comments(source)
+    for node in source.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and re.match(r"(?i)test", node.name):
             words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", node.name).replace("_", " ").strip()
-            yield Block(name, [(node.lineno, words)])
+            yield [(node.lineno, words)]
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield _block(name, value.lineno, value.value)
+                yield _block(value.lineno, value.value)
 
 
-def other_blocks(file: Path) -> Iterator[Block]:
+def _other_blocks(source: Source, marker: str) -> Iterator[Block]:
     """Yield the comments of a file in another language, one block per run of lines."""
-    marker, lines = _MARKERS[file.suffix], list[tuple[int, str]]()
-    for number, line in enumerate(file.read_text(errors="replace").splitlines(), 1):
+    lines: Block = []
+    for number, line in enumerate(source.text.splitlines(), 1):
         _, found, text = line.partition(marker)
         if found:
             lines.append((number, text.strip("/*# ")))
         elif lines:
-            yield Block(_name(file), lines)
+            yield lines
             lines = []
     if lines:
-        yield Block(_name(file), lines)
+        yield lines
 
 
-def page_blocks(file: Path) -> Iterator[Block]:
+def _page_blocks(source: Source) -> Iterator[Block]:
     """Yield the paragraphs and table rows of a Markdown file, without code blocks."""
-    is_code, paragraph = False, list[tuple[int, str]]()
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    paragraph: Block = []
+    is_code = False
+    for number, line in enumerate(source.text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
         text = "" if is_code or line.startswith(("    ", "```")) else line
         if not text.strip() or text.startswith(("|", "#", "* ", "- ")):
             if paragraph:
-                yield Block(_name(file), paragraph)
+                yield paragraph
             paragraph = []
         if text.strip():
             paragraph.append((number, text))
     if paragraph:
-        yield Block(_name(file), paragraph)
+        yield paragraph
 
 
-def matches(block: Block) -> Iterator[Match]:
+def _matches(block: Block) -> Iterator[tuple[int, str, str]]:
     """Yield each turn of the list in the text, code left out."""
     starts, text = list[tuple[int, int]](), ""
-    for number, line in block.lines:
+    for number, line in block:
         starts.append((len(text), number))
         text += " ".join(line.split()) + " "
     plain = _CODE.sub(lambda code: "x" * len(code.group()), text)
@@ -229,95 +194,32 @@ def matches(block: Block) -> Iterator[Match]:
         for found in pattern.finditer(plain):
             at = max(number for start, number in starts if start <= found.start())
             around = text[max(0, found.start() - 50) : found.end() + 50].strip()
-            yield Match(block.file, at, turn, around)
+            yield at, turn, around
 
 
-def wide_lines(file: Path) -> Iterator[Match]:
+def _wide_lines(source: Source) -> Iterator[tuple[int, str, str]]:
     """Yield lines of prose over DOC_COLUMNS columns; tables, code, headings and links may be longer."""
     is_code = False
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(source.text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code
         exempt = is_code or line.startswith(("|", "    ", "#")) or "](" in line
         if len(line) > DOC_COLUMNS and not exempt:
-            yield Match(_name(file), number, f"over {DOC_COLUMNS} columns", line[:80])
+            yield number, f"over {DOC_COLUMNS} columns", line[:80]
 
 
-def all_matches(paths: list[Path]) -> list[Match]:
-    """Return the matches under ``paths``, which are files or folders, in order of file and line."""
-    found: list[Match] = []
-    for file in sorted({file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))}):
-        name = _name(file)
-        if (
-            name.startswith((".", "build/"))
-            or "/." in name
-            or any(part in name for part in _DATA)
-            or file == Path(__file__)
-        ):
-            continue
-        if file.suffix == ".md":
-            found += [match for block in page_blocks(file) for match in matches(block)]
-            found += wide_lines(file)
-        elif file.suffix in _MARKERS and file.is_file():
-            found += [match for block in other_blocks(file) for match in matches(block)]
-        elif file.suffix == ".py":
-            blocks = blocks_of_tests(file) if name.startswith("tests/") else product_blocks(file)
-            found += [match for block in blocks for match in matches(block)]
-    return sorted(set(found))
-
-
-def _comments(source: str, name: str) -> Iterator[Block]:
-    lines: list[tuple[int, str]] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+def _comments(source: Source) -> Iterator[Block]:
+    lines: Block = []
+    # The tokenizer is the dearest part of this rule, and most files have no comment.
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline) if "#" in source.text else ():
         if token.type == tokenize.COMMENT:
             if lines and token.start[0] > lines[-1][0] + 1:
-                yield Block(name, lines)
+                yield lines
                 lines = []
             lines.append((token.start[0], token.string.lstrip("# ")))
     if lines:
-        yield Block(name, lines)
+        yield lines
 
 
-def _block(name: str, first: int, text: str) -> Block:
-    return Block(name, list(enumerate(text.splitlines() or [""], first)))
-
-
-def _name(file: Path) -> str:
-    return file.resolve().relative_to(ROOT).as_posix() if file.resolve().is_relative_to(ROOT) else str(file)
-
-
-def _folders() -> list[Path]:
-    hidden = [ROOT / ".ci", ROOT / ".github", ROOT / ".pre-commit-config.yaml"]
-    return [*hidden, *(path for path in ROOT.iterdir() if not path.name.startswith(".") and path.name != "build")]
-
-
-@pytest.mark.parametrize("text", REVIEWED, ids=range(len(REVIEWED)))
-def test_the_list_finds_each_reviewed_example(text: str) -> None:
-    assert list(matches(Block("review", [(1, text)])))
-
-
-@pytest.mark.parametrize("text", PLAIN, ids=range(len(PLAIN)))
-def test_the_list_passes_plain_text(text: str) -> None:
-    assert not list(matches(Block("plain", [(1, text)])))
-
-
-def test_a_match_names_its_line_across_a_line_break(tmp_path: Path) -> None:
-    file = tmp_path / "module.py"
-    file.write_text(
-        '"""Fine.\n\nThe request is put\nout.\n"""\n\n# Nobody\n\nx = "it is `who`"\nraise E(f"{x} is no handle")\n'
-    )
-    found = [(match.line, match.turn) for block in product_blocks(file) for match in matches(block)]
-    assert sorted(found) == [(3, "put out"), (7, "nobody"), (10, "is no")]
-
-
-def test_no_text_has_a_turn_of_the_list() -> None:
-    assert len(TURNS) >= 40
-    found = all_matches(_folders())
-    assert not found, "\n".join(["docs/glossary.md has the plain words", *map(str, found)])
-
-
-if __name__ == "__main__":
-    listed = all_matches([Path(name).resolve() for name in sys.argv[1:]] or _folders())
-    print("\n".join(map(str, listed)))
-    print(f"{len(listed)} matches of {len(TURNS)} turns")
-    sys.exit(bool(listed))
+def _block(first: int, text: str) -> Block:
+    return list(enumerate(text.splitlines() or [""], first))
