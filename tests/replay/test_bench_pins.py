@@ -13,7 +13,7 @@ from quire.replay.costs.cost import ConstantCost
 from quire.replay.pins import NEVER, Turn, best_fixed, figures, learn, run, turns_of
 from quire.replay.workload.workload import Call
 
-EXCERPT = Path(__file__).parents[2] / "data" / "agentic_excerpt.jsonl"
+EXCERPT = Path(__file__).parents[1] / "data" / "agentic_excerpt.jsonl"
 
 
 def flags(**given: Any) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from quire.replay.costs.layers import (
 )
 from quire.replay.run.step_shape import StepShape
 
-EXCERPT = Path(__file__).parents[2] / "data" / "layer_profile_excerpt"
+EXCERPT = Path(__file__).parents[1] / "data" / "layer_profile_excerpt"
 LLAMA = SHAPES["llama-3.1-8b"]
 
 

@@ -13,7 +13,7 @@ from quire.replay.costs.parse import default_cost, parse_cost
 from quire.replay.run.step_shape import StepShape
 from quire.replay.workload.workload import Workload
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 STEP = StepShape([(100, 50)], 8, 8000, 9)
 
 

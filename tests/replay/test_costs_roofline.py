@@ -17,7 +17,7 @@ from quire.replay.costs.roofline import Roofline
 from quire.replay.costs.sizes import num_experts_read, num_parameters, room_for_kv, weight_bytes
 from quire.replay.run.step_shape import StepShape
 
-TABLES = Path(__file__).parents[2] / "data" / "kernel_tables_excerpt"
+TABLES = Path(__file__).parents[1] / "data" / "kernel_tables_excerpt"
 LLAMA = SHAPES["llama-3.1-8b"]
 H200 = CHIPS["h200"]
 ONE = StepShape([], 1, 1000, 1)

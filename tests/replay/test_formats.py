@@ -16,7 +16,7 @@ from quire.replay.formats.detect import detect_format, load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 EXCERPTS = {
     "mooncake": "mooncake_excerpt.jsonl",
     "agentic": "agentic_excerpt.jsonl",

@@ -16,7 +16,7 @@ from quire.replay.formats.detect import FORMATS, detect_format, load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.workload.workload import Workload
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 MOONCAKE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 REQUEST = {"t": 0, "type": "n", "in": 9, "out": 4, "hash_ids": [1, 2]}
 AGENTIC = {"id": "c", "block_size": 4, "requests": [REQUEST]}

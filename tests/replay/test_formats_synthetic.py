@@ -13,7 +13,7 @@ from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.workload.workload import Workload, block_names
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def load(path: Path | str, **options: Any) -> Workload:

@@ -8,7 +8,7 @@ from quire.protocol.errors import ConfigError
 from quire.replay.formats.options import LoadOptions
 from quire.replay.simulate.sweep import SweepTask, run_point, sweep
 
-EXCERPT = Path(__file__).parents[2] / "data" / "mooncake_excerpt.jsonl"
+EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_excerpt.jsonl"
 
 
 def task(**settings: str) -> SweepTask:

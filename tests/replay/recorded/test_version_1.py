@@ -12,7 +12,7 @@ from quire.replay.recorded.reader import TraceReader
 from quire.replay.recorded.version_1 import upgrade
 from quire.scheduler_proc.trace.lines import Arrival, WorkerEpoch
 
-RECORDED = Path(__file__).parents[3] / "data/trace_version_1.jsonl.gz"
+RECORDED = Path(__file__).parents[2] / "data/trace_version_1.jsonl.gz"
 
 
 def lines_of(path: Path) -> list[Any]:
