@@ -1,5 +1,6 @@
 """Fixtures for every test. Code that tests share is in ``support/``, which pytest puts on the path."""
 
+import faulthandler
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ hypothesis.settings.register_profile("here", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+pytest_plugins = ["cpu_seconds"]
+
 TESTS = Path(__file__).parent
 SIDE_RUNS = pytest.StashKey[SideRuns]()
 
@@ -34,8 +37,36 @@ LONG_FILES = (
 """The longest test files, in the order in which several processes start them, so that none runs alone at the end."""
 
 
+LIMITS = {"slow": 7200, "gpu": 1800, "full": 900}
+"""Seconds that a test of a tier may take, also on a busy machine; pyproject.toml has the limit of the others."""
+
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # while no test runs, whose output pytest captures
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Print the stacks of all threads and exit when a test exceeds its limit, even while it holds the GIL.
+
+    The plugin's own method prints to the standard output, which a process of pytest-xdist does not have.
+    """
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[STDERR])
+    return True
+
+
+def pytest_timeout_cancel_timer() -> bool:
+    faulthandler.cancel_dump_traceback_later()
+    return True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests: the longest files first with xdist; without it, tests of side programs last."""
+    for item in items:
+        limits = [seconds for tier, seconds in LIMITS.items() if item.get_closest_marker(tier)]
+        if limits and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(max(limits)))
     if ONE_OF_SEVERAL:
         places = {name: place for place, name in enumerate(LONG_FILES)}
         items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
