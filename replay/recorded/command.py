@@ -100,7 +100,7 @@ class _Run:
             self.num_lines += 1
             self._collector.restarted(self._now, scheduler, decision_log)
 
-    def arrived(self, line: Arrival) -> None:
+    def arrived(self, line: Arrival, decisions: list[Decision]) -> None:
         now = self._time(line.now)
         run = RequestRun(line.req_id, now, line.num_prompt_tokens, line.job_id, line.priority)
         ended_at_once = bool(self._decision_log.ended_requests)
@@ -109,6 +109,7 @@ class _Run:
         )
         if ended_at_once:
             self._count(len(self._collector.changed(now)))
+        self._collector.note(now, decisions)
 
     def step_decided(self, line: StepDecision, decisions: list[Decision]) -> None:
         now = self._time(line.now)

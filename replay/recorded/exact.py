@@ -63,7 +63,7 @@ class Observer(Protocol):
         """
         ...
 
-    def arrived(self, line: Arrival) -> None: ...
+    def arrived(self, line: Arrival, decisions: list[Decision]) -> None: ...
 
     def step_decided(self, line: StepDecision, decisions: list[Decision]) -> None: ...
 
@@ -242,8 +242,9 @@ class _Replay:
         if key not in self.scheduler.table.requests and not self._decision_log.ended_requests:
             rejected = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]
             raise Differs(rejected[0].param, "accepted", f"rejected: {rejected[0].message}")
+        decisions = self._take_decisions()  # before the observer, which takes all that it finds in the Scheduler
         if self._observer is not None:
-            self._observer.arrived(line)
+            self._observer.arrived(line, decisions)
 
     def _take_result(self, line: Result) -> None:
         late = self._add_future_hashes(line.hashes, beams=bool(line.beams))

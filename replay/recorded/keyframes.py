@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from quire.replay.core.opaque import OpaqueTokens
 from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe
 from quire.scheduler_proc.trace.snapshot_reader import continue_from
 
 
-def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival], None] | None) -> None:
+def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival, list[Decision]], None] | None) -> None:
     """Bring an unused scheduler to a keyframe, and call ``arrived`` for each of its requests.
 
     Raises:
@@ -19,7 +20,7 @@ def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival], 
     size = scheduler.kv.block_size
     continue_from(scheduler, line.snapshot, make_tokens=lambda _, count, names: OpaqueTokens(count, size, names))
     for request in scheduler.table.requests.values():
-        if arrived is not None and request.leader is None:  # a beam has no arrival
+        if arrived is not None and request.client >= 0:  # a beam has no arrival
             arrived(
                 Arrival(
                     now=line.now,
@@ -30,5 +31,6 @@ def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival], 
                     priority=request.priority,
                     sampling=request.sampling,
                     seed=request.seed,
-                )
+                ),
+                [],
             )
