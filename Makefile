@@ -24,7 +24,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 --cpu-seconds .pytest_cache/cpu_seconds.json
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance lint install install-dev gpu-wheels gpu-check clean
+.PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance nightly lint install install-dev gpu-wheels gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -66,9 +66,21 @@ test-slow: install-dev ## run the slow tests (minutes each)
 simulate: install-dev ## simulate the engine under seeded faults; ARGS="--seeds N"
 	$(BIN)/python tests/simulation/run.py --jobs 2 $(ARGS)
 
-# tests/acceptance/README.md describes the harnesses and their flags.
+# tests/nightly/README.md describes the harnesses and their flags.
 acceptance: install-dev ## test a real server under faults and load; ARGS="faults --count 50"
-	$(BIN)/python -P tests/acceptance/run.py $(ARGS)
+	$(BIN)/python -P tests/nightly/acceptance/run.py $(ARGS)
+
+# Each command runs, also if those before it failed; the last line names those that failed.
+HARNESSES := faults,--count,100,--deterministic engines streams cost soak adapters hostile
+FUZZERS := http wire safetensors
+nightly: install-dev ## run all harnesses, fuzzers and clients of tests/nightly (about four hours)
+	@failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$(basename $$3 .py):$$4"; }; \
+	for each in $(HARNESSES); do \
+		run $(BIN)/python -P tests/nightly/acceptance/run.py $$(echo $$each | tr , ' '); done; \
+	for each in $(FUZZERS); do run $(BIN)/python -P tests/nightly/acceptance/fuzz_$$each.py --seconds 1200; done; \
+	run $(BIN)/python -P tests/simulation/run.py --jobs 2 --seeds 100000 --seconds 1800; \
+	run $(BIN)/pytest -m "" tests/nightly/clients tests/nightly/gpu tests/nightly/traces; \
+	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 # The report of `quire replay --html` is opened in an installed browser, or else in Debian's chromium, installed here.
 test-browser: install-dev ## test the HTML report of a replay in a real browser
@@ -79,7 +91,7 @@ test-browser: install-dev ## test the HTML report of a replay in a real browser
 
 # Needs the package registries of Python and node; docs/clients.md has the results. Missing clients are skipped.
 test-clients: install-dev ## test the newest releases of clients, each installed into .clients
-	$(PYTEST) -m slow -s tests/end_to_end/test_clients.py tests/end_to_end/test_agent_commands.py
+	$(PYTEST) -s tests/nightly/clients
 
 # The rules read only files that changed; with CI set, as .ci/run does, all of them.
 lint: install-dev ## run ruff and mypy, and check the rules about the repository
@@ -100,7 +112,7 @@ gpu-wheels: ## download wheels for gpu-check on a machine without a network
 # Runs on the GPU machine with its own Python (PYTHON=...), which has torch and triton. ARGS="--quick"
 # benchmarks fewer shapes; OUT=DIR writes gpu-check.json to that folder as well.
 gpu-check: ## check the GPU path on a GPU machine, with the wheels of gpu-wheels
-	$(PYTHON) -P tests/gpu/check.py --wheels $(WHEELS) $(if $(OUT),--out "$(OUT)") $(ARGS)
+	$(PYTHON) -P tests/nightly/gpu/check.py --wheels $(WHEELS) $(if $(OUT),--out "$(OUT)") $(ARGS)
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) .clients build *.egg-info .pytest_cache .rules_cache .mypy_cache .ruff_cache .hypothesis

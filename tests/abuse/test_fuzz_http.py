@@ -1,4 +1,4 @@
-"""A short run of the HTTP fuzzer with fixed seeds; ``tests/acceptance/fuzz_http.py`` is the long one."""
+"""A short run of the HTTP fuzzer with fixed seeds; ``tests/nightly/acceptance/fuzz_http.py`` is the long one."""
 
 import pytest
 from abuse import AbusedServer

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -13,7 +12,6 @@ import psutil
 import pytest
 from chaos import HUNG_S, client_ports, disturbed, held_recovery, is_empty, request_of, streams, until, within
 from fault_server import FaultServer, Role, wait_until
-from harness import main
 from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
 
@@ -319,14 +317,3 @@ class TestShutdown:
             assert wait_until(lambda: "quire: error:" in server.log[-1].text, HUNG_S) is not None
             assert "killed by SIGKILL (5 times in a row, with no token in between)" in server.log[-1].text
             assert server.leftovers() == []
-
-
-class TestBenchmark:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("ranks", ["1", "2"])
-    def test_all_kinds_of_deaths(self, ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
-        settings = ["--count", "6", "--streams", "12", "--deterministic", "--tensor-parallel-size", ranks]
-        main(["faults", *settings])
-        results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-        assert results["problems"] == results["failed"] == results["changed"] == 0 < results["completed"]
-        assert "gone_ms" in results["supervisor"]

@@ -1,6 +1,6 @@
 """The newest releases of clients against ``quire serve``: second turns, loops of three calls, streams, objects.
 
-The model is a script checkpoint. Each client's program (``tests/support/clients``) runs in an environment of its own;
+The model is a script checkpoint. Each client's program (``tests/nightly/clients``) runs in an environment of its own;
 a client that cannot be installed is skipped. docs/clients.md has a row for each client, which must say what passed.
 """
 
@@ -15,9 +15,7 @@ from environments import NotInstalled, node_environment, python_environment, run
 from script_checkpoint import make_script_checkpoint
 from served import Served
 
-pytestmark = pytest.mark.slow
-
-PAGE = Path(__file__).resolve().parents[2] / "docs/clients.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/clients.md"
 CLIENTS: dict[str, tuple[str, ...]] = {
     "openai": ("openai",),
     "anthropic": ("anthropic",),

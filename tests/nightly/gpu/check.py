@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GRID = "tests/kernels/grid"
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "granite"),
@@ -122,7 +122,7 @@ def prepare(build: Path, wheels: Path, dry_run: bool) -> tuple[Place, list[str]]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {
         "PYTHONPATH": os.pathsep.join(
-            map(str, (site, path, *(ROOT / "tests" / "support").iterdir(), ROOT / "tests" / "gpu"))
+            map(str, (site, path, *(ROOT / "tests" / "support").iterdir(), ROOT / "tests/nightly/gpu"))
         ),
         "PYTHONUNBUFFERED": "1",
         "TRITON_CACHE_DIR": str(build / "triton"),
@@ -255,7 +255,7 @@ def _pytest_job(part: str, name: str, arguments: list[str]) -> Job:
 
 
 def _equality_job(family: str, dtype: str, dry_run: bool) -> Job:
-    command = [sys.executable, "-P", str(ROOT / "tests" / "gpu" / "equality.py"), family, "--dtype", dtype]
+    command = [sys.executable, "-P", str(ROOT / "tests/nightly/gpu/equality.py"), family, "--dtype", dtype]
 
     def read(job: Job, status: int, output: str) -> None:
         cases = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]

@@ -1,6 +1,6 @@
 """Random damage to a tiny checkpoint, which must be refused with an error that names it, or opened.
 
-    python -P tests/acceptance/fuzz_safetensors.py --seconds 3600 --seed 1
+    python -P tests/nightly/acceptance/fuzz_safetensors.py --seconds 3600 --seed 1
 
 A failure is printed with the flags that repeat it, and the exit status is 1. The last line is JSON.
 """
@@ -16,7 +16,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-sys.path.extend(map(str, (Path(__file__).resolve().parents[1] / "support").iterdir()))
+sys.path.extend(map(str, (Path(__file__).resolve().parents[2] / "support").iterdir()))
 
 from hostile_checkpoints import MUTATIONS, open_checkpoint, write
 

@@ -17,6 +17,7 @@ import conversations
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".clients"
 PROGRAMS = Path(__file__).parent
+SHARED = ROOT / "tests/support/launch"
 INSTALL_S = 600
 RUN_S = 300
 
@@ -72,7 +73,8 @@ def run_node(folder: Path, program: str, server: str) -> Any:
 
 def _report(command: list[str], folder: Path, server: str) -> Any:
     words = {name: value for name, value in vars(conversations).items() if name.isupper()}
-    variables = {"PYTHONPATH": str(PROGRAMS), "QUIRE_SERVER": server, "CONVERSATIONS": json.dumps(words)}
+    folders = os.pathsep.join((str(PROGRAMS), str(SHARED)))
+    variables = {"PYTHONPATH": folders, "QUIRE_SERVER": server, "CONVERSATIONS": json.dumps(words)}
     done = subprocess.run(
         command, env=own_variables(**variables), cwd=folder, capture_output=True, text=True, timeout=RUN_S, check=False
     )

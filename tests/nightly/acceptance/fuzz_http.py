@@ -1,7 +1,7 @@
 """Mutated requests against a server started for it; the last line of output is JSON.
 
-python tests/acceptance/fuzz_http.py --seconds 3600 --seed 1
-python tests/acceptance/fuzz_http.py --case 1:4711         # repeat the case that a failure names
+python tests/nightly/acceptance/fuzz_http.py --seconds 3600 --seed 1
+python tests/nightly/acceptance/fuzz_http.py --case 1:4711         # repeat the case that a failure names
 """
 
 import argparse
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.extend(map(str, (Path(__file__).resolve().parents[1] / "support").iterdir()))
+sys.path.extend(map(str, (Path(__file__).resolve().parents[2] / "support").iterdir()))
 
 from abuse import AbusedServer
 from http_fuzzer import BadAnswer, Counts, fuzz

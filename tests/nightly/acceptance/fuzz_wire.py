@@ -1,6 +1,6 @@
 """Random damage to real messages in each direction of each link, with right checksums.
 
-    python -P tests/acceptance/fuzz_wire.py --seconds 3600 --seed 1
+    python -P tests/nightly/acceptance/fuzz_wire.py --seconds 3600 --seed 1
 
 A refused message must change nothing. A message that can be decoded is passed to the real scheduler or worker, which
 must refuse or accept it. After each round, a request of another client must get the right tokens. A failed round is
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-sys.path.extend(map(str, (Path(__file__).resolve().parents[1] / "support").iterdir()))
+sys.path.extend(map(str, (Path(__file__).resolve().parents[2] / "support").iterdir()))
 
 from fake_worker import FakeWorker
 from hostile_frames import altered, damaged, directions, frames_of
