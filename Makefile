@@ -91,7 +91,7 @@ test-browser: install-dev ## test the HTML report of a replay in a real browser
 
 # Needs the package registries of Python and node; docs/clients.md has the results. Missing clients are skipped.
 test-clients: install-dev ## test the newest releases of clients, each installed into .clients
-	$(PYTEST) -s tests/nightly/clients
+	$(PYTEST) -m slow -s tests/nightly/clients
 
 # The rules read only files that changed; with CI set, as .ci/run does, all of them.
 lint: install-dev ## run ruff and mypy, and check the rules about the repository

@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
-import without_guards as without
 
 from quire.frontend.engine import session, streams
 from quire.launch.supervision import policy
 from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc.adapters import slots, turns
-from quire.scheduler_proc.core import planner, request_table, results, scheduler, suspects
+from quire.scheduler_proc.core import planner, request_table, results, scheduler, step, suspects
 from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
 from quire.scheduler_proc.requests import adapter_state
-from quire.scheduler_proc.requests.request import RequestStatus
+from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 
 class Mutation(NamedTuple):
@@ -120,7 +119,7 @@ def _bad_results_pass() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def resumed_without_answer() -> Iterator[None]:
+def _resumed_without_answer() -> Iterator[None]:
     """A preempted request loses the output tokens that it already has."""
     real = request_table.RequestTable.preempt
 
@@ -171,7 +170,7 @@ def _cached_before_written() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def never_reconsidered() -> Iterator[None]:
+def _never_reconsidered() -> Iterator[None]:
     """A request that could not be admitted once is never considered again."""
     real = planner.Planner.admission_obstacle
     refused: dict[int, Any] = {}
@@ -201,7 +200,7 @@ def _copies_at_once() -> Iterator[None]:
         yield
 
 
-def removals_not_sent() -> contextlib.AbstractContextManager[Any]:
+def _removals_not_sent() -> contextlib.AbstractContextManager[Any]:
     """Ended requests stay on the workers."""
     return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: [])
 
@@ -227,6 +226,66 @@ def _no_turns() -> Iterator[None]:
 
     with mock.patch.object(turns.Turns, "__init__", __init__):
         yield
+
+
+@contextlib.contextmanager
+def _samples_are_counted_at_the_last_token() -> Iterator[None]:
+    """A chunk that ends before the last known token counts a sample that never arrives."""
+    real = Request.sent
+
+    def sent(self: Any, num_tokens: int, num_drafts: int) -> bool:
+        samples = real(self, num_tokens, num_drafts)
+        if num_tokens > 1 and not samples:
+            self._num_output_placeholders += 1
+        return samples
+
+    with mock.patch.object(Request, "sent", sent):
+        yield
+
+
+def _rejected_drafts_are_subtracted() -> contextlib.AbstractContextManager[Any]:
+    """Drafts that were missing or wrong stay counted as computed."""
+    return mock.patch.object(results.Results, "apply_draft_results", _nothing)
+
+
+def _preempted_requests_lose_their_step_tokens() -> contextlib.AbstractContextManager[Any]:
+    """A preempted request keeps the blocks that it was given in the same step."""
+    return mock.patch.object(step.StepPlan, "withdraw", _nothing)
+
+
+@contextlib.contextmanager
+def _prompt_logprobs_skip_the_prefix_cache() -> Iterator[None]:
+    """A request that wants log probabilities of its prompt gets prefix cache hits as well."""
+    real = manager.KVCacheManager.get_computed_blocks
+
+    def computed(self: Any, request: Any) -> Any:
+        skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        found = real(self, request)
+        request.skip_reading_prefix_cache = skips
+        return found
+
+    with mock.patch.object(manager.KVCacheManager, "get_computed_blocks", computed):
+        yield
+
+
+def _hashes_cover_earlier_blocks() -> contextlib.AbstractContextManager[Any]:
+    """The hash of a block covers its own tokens alone."""
+
+    def append_blocks(self: Any, raw: bytes, size: int) -> None:
+        for at in range(0, len(raw) - size + 1, size):
+            state = self._hasher._new()
+            state.update(raw[at : at + size])
+            self.hashes.append(state.digest())
+
+    def extend(self: Any, data: Any, added: bytes = b"") -> None:
+        append_blocks(self, bytes(data)[len(self.hashes) * self._size :], self._size)
+
+    return mock.patch.multiple(block_hash.HashChain, _append_blocks=append_blocks, extend=extend)
+
+
+def _removals_are_sent_once() -> contextlib.AbstractContextManager[Any]:
+    """Data that was already sent to the workers is sent once more."""
+    return mock.patch.object(request_table.RequestTable, "take_removed", lambda self: self.ended_handles[0])
 
 
 MUTATIONS = (
@@ -315,27 +374,23 @@ MUTATIONS = (
     Mutation(
         "removals are not sent to the workers",
         "5, I4",
-        removals_not_sent,
+        _removals_not_sent,
     ),
     Mutation("contents are cached before they are written", "I5", _cached_before_written, seed=6),
-    Mutation("a request that could not be admitted once never is", "19, I9", never_reconsidered),
-    Mutation("a preempted request loses its output tokens", "1", resumed_without_answer),
+    Mutation("a request that could not be admitted once never is", "19, I9", _never_reconsidered),
+    Mutation("a preempted request loses its output tokens", "1", _resumed_without_answer),
     Mutation("a block is freed twice", "12, 24, I1", _double_free),
     Mutation("blocks of some requests are not freed", "I13", _leak_on_end),
-    Mutation(
-        "a prefill chunk counts a sample that it does not have", "3", without.samples_are_counted_at_the_last_token
-    ),
-    Mutation("rejected drafts stay counted", "4", without.rejected_drafts_are_subtracted),
-    Mutation(
-        "a preempted request keeps its scheduled tokens", "6", without.preempted_requests_lose_their_step_tokens, seed=6
-    ),
+    Mutation("a prefill chunk counts a sample that it does not have", "3", _samples_are_counted_at_the_last_token),
+    Mutation("rejected drafts stay counted", "4", _rejected_drafts_are_subtracted),
+    Mutation("a preempted request keeps its scheduled tokens", "6", _preempted_requests_lose_their_step_tokens, seed=6),
     Mutation(
         "requests with prompt logprobs get prefix cache hits",
         "9",
-        without.prompt_logprobs_skip_the_prefix_cache,
+        _prompt_logprobs_skip_the_prefix_cache,
     ),
-    Mutation("a block hash covers only the block's own tokens", "14, I5", without.hashes_cover_earlier_blocks),
-    Mutation("removals are sent repeatedly", "20", without.removals_are_sent_once),
+    Mutation("a block hash covers only the block's own tokens", "14, I5", _hashes_cover_earlier_blocks),
+    Mutation("removals are sent repeatedly", "20", _removals_are_sent_once),
     Mutation("a copy is sent before its source is written", "I5", _copies_at_once, seed=2),
     Mutation("blocks of one adapter are hits for another one", "I5", _hits_of_any_adapter, seed=23),
     Mutation(

@@ -12,6 +12,8 @@ from harness import main
 from own_server import is_clean
 from served import Served
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -16,6 +16,8 @@ from environments import NotInstalled, node_environment, own_variables
 from script_checkpoint import make_script_checkpoint
 from served import Served
 
+pytestmark = pytest.mark.slow
+
 TASK = "Write two fruits into a file, read it, and count its lines."
 TEXT = "quinces\nmedlars\n"
 FINAL = "The file has two lines, quinces and medlars."

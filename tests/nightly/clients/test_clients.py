@@ -15,6 +15,8 @@ from environments import NotInstalled, node_environment, python_environment, run
 from script_checkpoint import make_script_checkpoint
 from served import Served
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).resolve().parents[3] / "docs/clients.md"
 CLIENTS: dict[str, tuple[str, ...]] = {
     "openai": ("openai",),

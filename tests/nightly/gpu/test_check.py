@@ -23,6 +23,7 @@ def check() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_dry_run_of_everything(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-P", str(CHECK), "--dry-run", "--out", str(tmp_path / "out"), "--build", str(tmp_path)]

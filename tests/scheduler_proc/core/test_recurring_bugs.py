@@ -2,7 +2,7 @@
 
 Issue numbers refer to vllm-project/vllm unless another repository is named. Three bugs concern features that do not
 exist here and have no scenario: 15 (states of recurrent layers), 17 (remote loads of KV), 18 (encoder cache). Four
-involve other components, and ``tests/test_guards.py`` names their tests: 9 (logprobs), 10 (grammars with drafts), 13 (a
+involve other components, and the page names their tests: 9 (logprobs), 10 (grammars with drafts), 13 (a
 block of another group is read before it is written), 23 (per-row state of processors). 14, 16, 22 and 24 are tested as
 far as their features exist: without sessions, transfers and cache tiers.
 """
