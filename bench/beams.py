@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.bench.engine import OtherProcessesClock, Prompts, make_prompts
-from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.report import RunReport, Table, rounded
 from quire.bench.measure.shapes import find_shape
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
@@ -105,7 +105,7 @@ def print_report(
     results["others_cores"] = others
     flags = ("beam_width", "num_prompts", "input_len", "output_len", "rounds")
     settings = {"model": args.shape or "checkpoint", "dtype": config.dtype} | {n: getattr(args, n) for n in flags}
-    report = Report("beams", settings, rounded(results, 3))
+    report = RunReport("beams", settings, rounded(results, 3))
     title = f"{settings['model']}, {args.num_prompts} prompts of {args.input_len} tokens, width {args.beam_width}"
     rows = [(name, [results[name]["tokens_per_s"]]) for name in seconds]
     report.tables.append(Table(title, ["tokens of all beams/s"], rows))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.engine import QUIET_CORES, OtherProcessesClock, default_threads, make_prompts
-from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.report import RunReport, Table, rounded
 from quire.bench.peers import Peer, PeerFailed, find_driver, run_json
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
@@ -121,7 +121,7 @@ def _report(
     seconds: dict[str, list[float]],
     others: list[float],
     facts: dict[str, Any],
-) -> Report:
+) -> RunReport:
     ours, results = seconds["quire"], {}
     for name, own in seconds.items():
         results[name] = {
@@ -132,7 +132,7 @@ def _report(
         }
     settings = {name: getattr(args, name) for name in ("num_texts", "input_len", "rounds")}
     settings |= {"model": args.shape or "checkpoint", "threads": threads, "peer": facts}
-    report = Report("embed", settings, rounded({"contestants": results, "others_cores": others}, 4))
+    report = RunReport("embed", settings, rounded({"contestants": results, "others_cores": others}, 4))
     columns = ["texts/s, best round", "quire / this, best rounds", "quire / this, median round"]
     figures = ("texts_per_s", "quire_by_this", "median_quire_by_this")
     rows = [(name, [found[figure] for figure in figures]) for name, found in results.items()]

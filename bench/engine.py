@@ -24,7 +24,7 @@ import psutil
 from tqdm import tqdm
 
 from quire.bench.adapters import write_adapters
-from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.report import RunReport, Table, rounded
 from quire.bench.measure.shapes import find_shape
 from quire.bench.peer_files import PeerFiles
 from quire.bench.peers import Peer, PeerChoice, PeerFailed, find_driver, parse_peer
@@ -293,7 +293,7 @@ def _measure_round(contestant: Contestant, prompts: Prompts, output_len: int, ki
 
 def _report(
     args: argparse.Namespace, config: EngineConfig, quantization: str, threads: int, contestants: list[Contestant]
-) -> Report:
+) -> RunReport:
     num_tokens = args.num_requests * args.output_len
     results = {
         c.name: c.results(num_tokens, args.num_requests * args.input_len, args.num_requests) for c in contestants
@@ -306,7 +306,7 @@ def _report(
     configured = ("dtype", "device", "async_scheduling", "max_num_seqs", "max_num_batched_tokens", "block_size")
     settings = {"model": args.shape or "checkpoint", "threads": threads, "quantization": quantization}
     settings |= {name: getattr(args, name) for name in flags} | {name: getattr(config, name) for name in configured}
-    report = Report("engine", settings, rounded(results, 3))
+    report = RunReport("engine", settings, rounded(results, 3))
     columns = ["tokens_per_s", "decode_tokens_per_s", "prefill_s", "ready_s", "ours_by_this"]
     title = f"{settings['model']}, {args.num_requests} requests, {args.input_len} + {args.output_len} tokens"
     headers = ["tokens/s", "decode tokens/s", "prefill s", "ready s", "quire / this"]

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from quire.bench.engine import QUIET_CORES, OtherProcessesClock, default_threads
-from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.report import RunReport, Table, rounded
 from quire.bench.measure.shapes import find_shape
 from quire.bench.peers import in_checkout
 from quire.protocol.errors import ConfigError, EngineError
@@ -29,7 +29,7 @@ MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-3.1-8b", "gpt-oss-20b")
 
 
 @dataclass(slots=True)
-class Found:
+class ReceivedResults:
     """The results received from the measuring process so far.
 
     Attributes:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     """Raises ConfigError for flags that this machine does not support, EngineError if nothing was measured."""
     if args.time_limit is not None and args.time_limit <= 0:
         raise ConfigError(f"--time-limit must be above 0 (got {args.time_limit:g})")
-    found, clock, start = Found(), OtherProcessesClock(), time.monotonic()
+    found, clock, start = ReceivedResults(), OtherProcessesClock(), time.monotonic()
     _measure(args, found, args.sections or "", _seconds_left(args, start))
     # After a crash the other sections run in a new process: an illegal address, for example, makes the GPU unusable
     # for the process that caused it.
@@ -76,7 +76,7 @@ def _lost(reason: str) -> dict[str, Any]:
     return {"title": "", "rows": [], "error": reason, "seconds": 0.0}
 
 
-def _measure(args: argparse.Namespace, found: Found, sections: str, seconds: float) -> None:
+def _measure(args: argparse.Namespace, found: ReceivedResults, sections: str, seconds: float) -> None:
     """Run the process for ``sections`` ("": all of the device) and add its results to ``found``.
 
     Adds at least one section: if the process ends during a section, that is the section's error.
@@ -116,7 +116,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
     return os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
-def _add(message: dict[str, Any], found: Found) -> None:
+def _add(message: dict[str, Any], found: ReceivedResults) -> None:
     if "refused" in message:
         raise ConfigError(message["refused"])
     if "plan" in message:
@@ -128,7 +128,7 @@ def _add(message: dict[str, Any], found: Found) -> None:
     print(f"{name}: {message['seconds']:.1f} s{', ' if message['error'] else ''}{message['error']}", file=sys.stderr)
 
 
-def _report(args: argparse.Namespace, found: Found) -> Report:
+def _report(args: argparse.Namespace, found: ReceivedResults) -> RunReport:
     settings = {
         "device": found.device,
         "sections": found.plan,
@@ -137,7 +137,7 @@ def _report(args: argparse.Namespace, found: Found) -> Report:
         "time_limit": args.time_limit,
     }
     results = {"limits": found.limits, "sections": found.sections}
-    report = Report("kernels", settings, rounded(results, 4))
+    report = RunReport("kernels", settings, rounded(results, 4))
     report.tables.append(_table("limits", found.limits))
     for name, section in found.sections.items():
         if section["rows"]:

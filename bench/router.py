@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.routing import KEY_BYTES, MAX_ENGINES, EnginePlace, RoutingConfig
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     choices = {str(n): measure_choices(router, cached, n, args.requests, rng) for n in PROMPT_BLOCKS}
     events = measure_events(router, cached, args.events, rng)
     settings = {name: getattr(args, name) for name in ("engines", "blocks", "requests", "events")}
-    report = Report("router", settings, rounded({"choice": choices, "index": size, "events": events}, 3))
+    report = RunReport("router", settings, rounded({"choice": choices, "index": size, "events": events}, 3))
     title = f"CPU µs per request, {args.engines} engines of {args.blocks:,} blocks"
     labels = {
         "choose_us": "choose",

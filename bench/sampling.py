@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.bench.measure.report import Report, Table, flat, rounded
+from quire.bench.measure.report import RunReport, Table, flat, rounded
 from quire.bench.measure.shapes import find_shape
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
@@ -30,7 +30,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.drafting import DraftController
-from quire.scheduler_proc.structured.backend import Matcher
+from quire.scheduler_proc.structured.backend import GrammarPosition
 from quire.scheduler_proc.structured.backends import make_backend
 
 SCHEMAS = (
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1 (got {getattr(args, flag)})")
     results = {name: sections[name](args) for name in wanted}
     settings = {"rows": args.rows, "vocab_size": args.vocab_size, "repeats": args.repeats, "model": args.model}
-    report = Report("sampling", settings, rounded(results, 4))
+    report = RunReport("sampling", settings, rounded(results, 4))
     for name, found in results.items():
         report.tables.append(Table(name, ["figure"], [(key, [value]) for key, value in flat(found, " ").items()]))
     report.publish(args.json)
@@ -96,7 +96,7 @@ def masks(args: argparse.Namespace) -> dict[str, Any]:
         grammars.append(backend.compile(StructuredOutputs(json=schema)))
         compile_ms.append((time.process_time() - start) * 1e3)
     # As for live requests: those with the same schema share its grammar.
-    matchers: list[Matcher] = [grammars[index % len(grammars)].matcher() for index in range(MASK_ROWS)]
+    matchers: list[GrammarPosition] = [grammars[index % len(grammars)].matcher() for index in range(MASK_ROWS)]
     rows = np.zeros((MASK_ROWS, width), np.int32)
     rng = np.random.default_rng(0)
     row_us = []

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from quire.bench.dataset import random_prompts, read_prompts
 from quire.bench.measure.http_client import Prompt, RequestSettings, ServerClient, Timing
-from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 # The scheduler runs a step ahead: shortly after the last response, requests may still hold rows and blocks.
@@ -171,7 +171,7 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
 # ---- report
 
 
-def make_report(settings: dict[str, Any], timings: Sequence[Timing], wall: float) -> Report:
+def make_report(settings: dict[str, Any], timings: Sequence[Timing], wall: float) -> RunReport:
     whole = [t for t in timings if t.error is None]
     failed = [t.error for t in timings if t.error is not None]
     prompt_tokens, output_tokens = sum(t.prompt_tokens for t in whole), sum(t.output_tokens for t in whole)
@@ -192,7 +192,7 @@ def make_report(settings: dict[str, Any], timings: Sequence[Timing], wall: float
         "cached_tokens_share": sum(t.cached_tokens for t in whole) / prompt_tokens if prompt_tokens else 0.0,
         "finish_reasons": dict(Counter(t.finish_reason for t in whole)),
     }
-    report = Report("serve", settings, rounded(latencies | totals, 3))
+    report = RunReport("serve", settings, rounded(latencies | totals, 3))
     report.results["errors"] = dict(Counter(kind for kind, _ in failed))
     labels = {
         "ttft_ms": "time to first token, ms",
@@ -245,7 +245,7 @@ async def _settled_metrics(client: ServerClient) -> dict[str, float]:
         await asyncio.sleep(0.05)
 
 
-def _add_metrics(report: Report, before: dict[str, float], after: dict[str, float]) -> None:
+def _add_metrics(report: RunReport, before: dict[str, float], after: dict[str, float]) -> None:
     """Add what the engine holds after the run: any request or block is a leak, or belongs to another client."""
     gauges = {name: int(after[name]) for name in GAUGES if name in after}
     preemptions = after.get("num_preemptions_total", 0) - before.get("num_preemptions_total", 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 from quire.bench.measure.shapes import find_shape
 from quire.bench.scheduler.scheduler_rig import BatchWorker
 from quire.protocol.config import EngineConfig
@@ -32,7 +32,7 @@ NUM_NEW_PROMPTS, NEW_PROMPT_LENGTH, NEW_PROMPT_REPEATS = 8, 2048, 50
 
 
 @dataclass(slots=True)
-class Costs:
+class MessageCosts:
     """Costs of one kind of message: bytes of all frames, and CPU microseconds per side."""
 
     sizes: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class TimedLink:
 
     def __init__(self, incoming: Any) -> None:
         self._sender, self._receiver = Link(incoming), Link(incoming)
-        self.costs: dict[str, Costs] = {}
+        self.costs: dict[str, MessageCosts] = {}
 
     def pass_on(self, message: Any, record: str = "") -> Any:
         """Encode and decode ``message``. ``record``: name to record its costs under, or "" for none."""
@@ -64,7 +64,7 @@ class TimedLink:
         decoded = self._receiver.incoming(frames).message
         done = time.thread_time_ns()
         if record:
-            costs = self.costs.setdefault(record, Costs())
+            costs = self.costs.setdefault(record, MessageCosts())
             costs.sizes.append(sum(len(frame) for frame in frames))
             costs.encode_us.append((encoded - start) / 1000)
             costs.decode_us.append((done - received) / 1000)
@@ -108,7 +108,7 @@ class WireEngine:
         name = "StepOutputs" if record else ""
         return [self.to_front_end.pass_on(m, name) for _, m in self.scheduler.take_messages()]
 
-    def costs(self) -> Iterator[tuple[str, Costs]]:
+    def costs(self) -> Iterator[tuple[str, MessageCosts]]:
         for link in (self.to_worker, self.to_scheduler, self.to_front_end):
             yield from link.costs.items()
 
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> None:
         "block_size": 16,
         "vocab_size": find_shape(SHAPE).vocab_size,
     }
-    report = Report("wire", settings, rounded({"decode": decode, "new_prompts": prompts}, 2))
+    report = RunReport("wire", settings, rounded({"decode": decode, "new_prompts": prompts}, 2))
     title = f"{args.num_requests} decoding requests, {args.steps} steps"
     report.tables.append(_table(title, decode))
     new = f"{NUM_NEW_PROMPTS} new prompts of {NEW_PROMPT_LENGTH:,} tokens"

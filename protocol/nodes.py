@@ -25,7 +25,7 @@ class WorkerLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     own_address: str = ""
 
 
-class SchedulerLink(msgspec.Struct, frozen=True, kw_only=True):
+class NodeLinkKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's end of a link to a worker on a node.
 
     Attributes:
@@ -41,10 +41,10 @@ class SchedulerLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def links_file(directory: Path, worker_epoch: int) -> Path:
-    """Return the file with the SchedulerLink of each rank of an epoch, which the supervisor writes beforehand."""
+    """Return the file with the NodeLinkKeys of each rank of an epoch, which the supervisor writes beforehand."""
     return directory / f"links-{worker_epoch}"
 
 
-def read_links(directory: Path, worker_epoch: int) -> list[SchedulerLink]:
+def read_links(directory: Path, worker_epoch: int) -> list[NodeLinkKeys]:
     """Return the links of all ranks of an epoch."""
-    return msgspec.json.decode(links_file(directory, worker_epoch).read_bytes(), type=list[SchedulerLink])
+    return msgspec.json.decode(links_file(directory, worker_epoch).read_bytes(), type=list[NodeLinkKeys])

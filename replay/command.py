@@ -10,7 +10,7 @@ from typing import Any
 from quire.bench.measure.report import Table, rounded
 from quire.protocol.errors import ConfigError
 from quire.replay.formats.options import LoadOptions
-from quire.replay.output import Result, change_of, check_outputs, progress_bar, publish, result_of
+from quire.replay.output import ReplayResult, change_of, check_outputs, progress_bar, publish, result_of
 from quire.replay.report.summary import (
     CONVERSATION_COLUMNS,
     ENGINE_COLUMNS,
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(result.exit_status)
 
 
-def _replay(args: argparse.Namespace) -> Result:
+def _replay(args: argparse.Namespace) -> ReplayResult:
     from quire.replay.recorded.router import replay_router
 
     if args.against is not None:
@@ -138,7 +138,7 @@ def _exact_record(args: argparse.Namespace) -> RunRecord:
         return replay_trace(args.trace, lenient=args.lenient, progress=progress)
 
 
-def _exact(args: argparse.Namespace) -> Result:
+def _exact(args: argparse.Namespace) -> ReplayResult:
     record = _exact_record(args)
     result = result_of(record)
     if record.decisions_equal is False and record.first_difference is not None:
@@ -166,7 +166,7 @@ def _format_value(value: Any) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
-def _what_if(args: argparse.Namespace) -> Result:
+def _what_if(args: argparse.Namespace) -> ReplayResult:
     """Run one simulation; for a change of settings of Quire's own trace, also the recorded settings."""
     workload = _load(args)
     changed = _run(args, workload, dict(args.set), {})
@@ -179,7 +179,7 @@ def _what_if(args: argparse.Namespace) -> Result:
     return change_of(recorded, base, changed)
 
 
-def _beside_measured(args: argparse.Namespace, replayed: RunRecord) -> Result:
+def _beside_measured(args: argparse.Namespace, replayed: RunRecord) -> ReplayResult:
     """Return the result of a measured run's replay, with the measured figures."""
     from quire.replay.formats.measured_results import measured_record
 
@@ -224,7 +224,7 @@ def _run(args: argparse.Namespace, workload: Workload, changes: dict[str, str], 
     return record
 
 
-def _compare(args: argparse.Namespace) -> Result:
+def _compare(args: argparse.Namespace) -> ReplayResult:
     from quire.replay.report.compare import compare
 
     workload = _load(args)
@@ -236,10 +236,10 @@ def _compare(args: argparse.Namespace) -> Result:
     notes = [*first.notes, *(note for note in second.notes if note not in first.notes)]
     figures = {"runs": found, "comparison": rounded(comparison.as_dict())}
     head = [f"cost: {first.cost}", *comparison.text().splitlines()]
-    return Result(figures, [first, second], head, [side_by_side(*found)], notes)
+    return ReplayResult(figures, [first, second], head, [side_by_side(*found)], notes)
 
 
-def _sweep(args: argparse.Namespace) -> Result:
+def _sweep(args: argparse.Namespace) -> ReplayResult:
     """Raises ConfigError with the first run's error if no run of the sweep succeeded."""
     from quire.replay.simulate.sweep import SweepTask, sweep
 
@@ -265,14 +265,14 @@ def _sweep(args: argparse.Namespace) -> Result:
     if args.closed_loop:
         jobs = [(name, conversation_cells(row.figures)) for name, row in zip(names, rows, strict=True)]
         tables.append(Table("conversations", CONVERSATION_COLUMNS, jobs))
-    return Result(figures, [], head, tables, notes, exit_status=int(bool(failed)))
+    return ReplayResult(figures, [], head, tables, notes, exit_status=int(bool(failed)))
 
 
-def _live(args: argparse.Namespace) -> Result:
-    from quire.replay.live import Target, run_live
+def _live(args: argparse.Namespace) -> ReplayResult:
+    from quire.replay.live import LiveTarget, run_live
 
     workload = _load(args)
-    target = Target(args.against, args.model, args.api_key, args.vocab_size, args.max_prompt_tokens)
+    target = LiveTarget(args.against, args.model, args.api_key, args.vocab_size, args.max_prompt_tokens)
     options = run_options(args)
     del options["reuse_answers"], options["no_hints"]
     with progress_bar(len(workload.calls)) as progress:

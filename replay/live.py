@@ -30,7 +30,7 @@ Progress = Callable[[float, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LiveTarget:
     """The server to send requests to, as the user describes it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ProbedServer:
     """What the server supports, as found by probing it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Server:
 
 def run_live(
     workload: Workload,
-    target: Target,
+    target: LiveTarget,
     *,
     concurrency: int | None = None,
     closed_loop: bool = False,
@@ -95,7 +95,7 @@ def run_live(
 
 async def _run(
     workload: Workload,
-    target: Target,
+    target: LiveTarget,
     source: Source,
     overlong: str,
     progress: Progress | None,
@@ -124,7 +124,7 @@ async def _run(
 # ---- what the server supports
 
 
-async def _probe(client: ServerClient, target: Target, priorities: bool) -> Server:
+async def _probe(client: ServerClient, target: LiveTarget, priorities: bool) -> ProbedServer:
     """Request one token with fewer and fewer fields until the server answers.
 
     Other servers reject requests with fields that they do not know.
@@ -135,7 +135,7 @@ async def _probe(client: ServerClient, target: Target, priorities: bool) -> Serv
     model, context = await client.find_card(target.model)
     sizes = [target.vocab_size] if target.vocab_size is not None else [DEFAULT_VOCABULARY, SMALL_VOCABULARY]
     tries = [
-        Server(model, context, size, token_ids, forces_length, with_priority)
+        ProbedServer(model, context, size, token_ids, forces_length, with_priority)
         for token_ids in (True, False)
         for size in (sizes if token_ids else sizes[:1])
         for forces_length in (True, False)
@@ -161,7 +161,7 @@ class _Load:
     def __init__(
         self,
         client: ServerClient,
-        server: Server,
+        server: ProbedServer,
         source: Source,
         overlong: str,
         max_prompt_tokens: int | None,

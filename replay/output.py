@@ -22,7 +22,7 @@ Progress = Callable[[float, int], None]
 
 
 @dataclass(slots=True)
-class Result:
+class ReplayResult:
     """The result of a replay, ready to publish.
 
     Attributes:
@@ -41,15 +41,15 @@ class Result:
     exit_status: int = 0
 
 
-def result_of(record: RunRecord) -> Result:
+def result_of(record: RunRecord) -> ReplayResult:
     found = summary(record)
     head = [record.title, f"cost: {record.cost}"]
     if record.settings:
         head.append("settings: " + " ".join(f"{key}={value}" for key, value in record.settings.items()))
-    return Result(found, [record], head, tables(found), list(record.notes))
+    return ReplayResult(found, [record], head, tables(found), list(record.notes))
 
 
-def change_of(recorded: RunRecord | None, base: RunRecord, changed: RunRecord) -> Result:
+def change_of(recorded: RunRecord | None, base: RunRecord, changed: RunRecord) -> ReplayResult:
     """Return the result of a change of settings: recorded, and simulated before and after it by one cost model."""
     result = result_of(changed)
     runs = {"recorded": recorded, "base": base, "changed": changed}
@@ -96,7 +96,7 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} {path}: folder {path.parent} not found")
 
 
-def publish(result: Result, args: argparse.Namespace) -> None:
+def publish(result: ReplayResult, args: argparse.Namespace) -> None:
     """Print the result, then write the report files. Raises ConfigError if a file cannot be written."""
     line = json.dumps(result.figures, allow_nan=False)
     if args.json == "-":
@@ -117,7 +117,7 @@ def publish(result: Result, args: argparse.Namespace) -> None:
         print(f"quire: {one_line(result.problem)}", file=sys.stderr, flush=True)
 
 
-def _print(result: Result) -> None:
+def _print(result: ReplayResult) -> None:
     print(*map(one_line, result.head), sep="\n", end="\n\n")
     for table in result.tables:
         print(table.text(), end="\n\n")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.report import RunReport, Table, rounded
 from quire.protocol.errors import ConfigError
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.parse import parse_cost
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     kept = learn(turns)
     results = figures(kept)
     settings = {name: getattr(args, name) for name in ("cost", "num_usable_blocks", "block_size", "stagger")}
-    report = Report("pins", {"trace": Path(args.trace).name, **settings}, rounded(results, 4))
+    report = RunReport("pins", {"trace": Path(args.trace).name, **settings}, rounded(results, 4))
     report.tables += [
         Table(
             "gain, seconds of prefill",

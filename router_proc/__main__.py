@@ -7,7 +7,7 @@ from quire.protocol.process.child import Report, child_parser, init_child
 from quire.protocol.routing import RoutingConfig
 from quire.protocol.wire.zmq_channel import check_socket_directory
 from quire.router_proc.loop import RouterLoop
-from quire.router_proc.sockets import Sockets
+from quire.router_proc.sockets import RouterSockets
 from quire.version import __version__
 
 
@@ -21,7 +21,7 @@ def main() -> None:
         config = msgspec.json.decode((args.directory / "router").read_bytes(), type=RoutingConfig)
         if config.version != __version__:
             raise ConfigError(f"the router is of version {__version__}, but the server of {config.version or 'none'}")
-        sockets = Sockets(args.directory, args.incarnation)
+        sockets = RouterSockets(args.directory, args.incarnation)
         loop = RouterLoop(config, sockets, child, args.directory, args.incarnation)
         child.report(Report("started"))
         child.report(Report("ready"))

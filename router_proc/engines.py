@@ -17,7 +17,7 @@ from quire.router_proc.core.pace import Pace, compare
 from quire.router_proc.core.tenants import TenantBook
 from quire.router_proc.engine_link import EngineLink
 from quire.router_proc.follower import Follower
-from quire.router_proc.sockets import Sockets
+from quire.router_proc.sockets import RouterSockets
 
 log = event_logger("router")
 
@@ -32,7 +32,7 @@ Consume = Callable[[CacheChanged | CacheForgotten | EngineMeasured], None]
 class Feed:
     """The events of one engine's KV cache: the subscription, and the state of following it."""
 
-    def __init__(self, place: EnginePlace, config: EngineConfig, sockets: Sockets, consume: Consume) -> None:
+    def __init__(self, place: EnginePlace, config: EngineConfig, sockets: RouterSockets, consume: Consume) -> None:
         layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype).with_block_size(place.block_size)
         self._sockets = sockets
         self._peer = sockets.open_events(place)
@@ -54,10 +54,10 @@ class Feed:
         self._sockets.close_events(self._peer)
 
 
-class Engine:
+class KnownEngine:
     """One engine, from its start to its end: a replacement is another object. Without events it has no feed."""
 
-    def __init__(self, place: EnginePlace, sockets: Sockets, consume: Consume, pid: int) -> None:
+    def __init__(self, place: EnginePlace, sockets: RouterSockets, consume: Consume, pid: int) -> None:
         """Raises EngineError if its configuration cannot be read."""
         self.place = place
         self._consume = consume
@@ -104,15 +104,15 @@ class Engine:
             self.feed.close()
 
 
-class Engines:
+class KnownEngines:
     """Owns one Engine per place at which an engine runs."""
 
-    def __init__(self, config: RoutingConfig, sockets: Sockets, consume: Consume, pid: int) -> None:
+    def __init__(self, config: RoutingConfig, sockets: RouterSockets, consume: Consume, pid: int) -> None:
         self._config = config
         self._sockets = sockets
         self._consume = consume
         self._pid = pid
-        self._engines: dict[int, Engine] = {}
+        self._engines: dict[int, KnownEngine] = {}
         self._tenants = TenantBook()
         self._unreadable: dict[int, str] = {}
 
@@ -131,7 +131,7 @@ class Engines:
 
     def _follow(self, place: EnginePlace) -> None:
         try:
-            self._engines[place.engine] = Engine(place, self._sockets, self._consume, self._pid)
+            self._engines[place.engine] = KnownEngine(place, self._sockets, self._consume, self._pid)
         except EngineError as error:
             self._unreadable[place.engine] = str(error)
             log.warning("the cache of an engine is not indexed", engine=place.engine, reason=error)

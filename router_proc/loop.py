@@ -16,10 +16,10 @@ from quire.protocol.routing import KEY_BYTES, RoutingConfig
 from quire.protocol.wire.clients import Clients
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Welcome
 from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
-from quire.router_proc.core.events import ClientDropped, EnginesKnown, RouterEvent
+from quire.router_proc.core.events import EnginesKnown, FrontEndDropped, RouterEvent
 from quire.router_proc.core.router import Router
-from quire.router_proc.engines import Engines
-from quire.router_proc.sockets import Sockets
+from quire.router_proc.engines import KnownEngines
+from quire.router_proc.sockets import RouterSockets
 from quire.router_proc.trace import Chosen, RouterTrace
 
 log = event_logger("router")
@@ -33,7 +33,7 @@ class RouterLoop:
     def __init__(
         self,
         config: RoutingConfig,
-        sockets: Sockets,
+        sockets: RouterSockets,
         child: Child,
         directory: Path,
         incarnation: int,
@@ -47,7 +47,7 @@ class RouterLoop:
         self._clock = clock
         self._trace = RouterTrace(Path(config.trace), config, incarnation) if config.trace else None
         self._clients = Clients(sockets.hub, Welcome(PROTOCOL_VERSION, ""), self._connected, self._disconnected)
-        self._engines = Engines(config, sockets, self._consume, os.getpid())
+        self._engines = KnownEngines(config, sockets, self._consume, os.getpid())
         self._tick_at = clock()
         self._running = True
         sockets.add(child.fileno())
@@ -121,7 +121,7 @@ class RouterLoop:
         log.debug("front end connected", client=client, pid=hello.pid)
 
     def _disconnected(self, client: int) -> None:
-        self._consume(ClientDropped(client))
+        self._consume(FrontEndDropped(client))
 
     def _tick(self, now: float) -> None:
         self._tick_at = now + TICK_S

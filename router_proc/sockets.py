@@ -21,7 +21,7 @@ from quire.protocol.wire.zmq_channel import (
 )
 
 
-class Sockets:
+class RouterSockets:
     """Owns the ZeroMQ context and every socket in it."""
 
     def __init__(self, directory: Path, incarnation: int) -> None:

@@ -42,7 +42,7 @@ class Table:
 
 
 @dataclass(slots=True)
-class Report:
+class RunReport:
     """The results of one run of a benchmark.
 
     Attributes:

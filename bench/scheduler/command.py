@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from quire.bench.measure.report import Report, Table, flat
+from quire.bench.measure.report import RunReport, Table, flat
 from quire.bench.peers import PeerFailed, run_json
 from quire.bench.scheduler.scheduler_churn import load_churn_trace
 from quire.bench.scheduler.scheduler_peer import SchedulerPeer, Tree, median_of, one_core, ratio_of
@@ -55,7 +55,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 }
 
 
-class SchedulerReport(Report):
+class SchedulerReport(RunReport):
     """A report whose JSON has ``ours``, ``peer`` and ``ratio`` at the top level."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _measure_section(section: str, driver: Path | None, steady: bool) -> Tree:
         return {section: {"error": str(error)}}
 
 
-def make_report(sections: list[str], args: argparse.Namespace, own: Tree, other: Tree | None) -> Report:
+def make_report(sections: list[str], args: argparse.Namespace, own: Tree, other: Tree | None) -> RunReport:
     """Make tables of the figures in ``SHOWN``, and JSON of all figures."""
     settings = {"sections": sections, "repeats": args.repeats, "steady": args.steady, "block_size": 16}
     ratio = None if other is None else ratio_of(own, other)

@@ -23,7 +23,7 @@ ChurnTrace = Callable[..., list[list[tuple[list[int], int]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ChurnLoad:
     """One run: ``rate`` arrivals per step, plus ``initial`` at the first step."""
 
     steps: int
@@ -38,8 +38,8 @@ class ChurnSizes:
     """``trace_from``: the peer's driver, whose ``churn_trace`` makes the arrivals of ``usual``; "" for Quire's own."""
 
     trace_from: str = ""
-    usual: Load = Load(steps=2000, rate=1.3, initial=320, num_blocks=9000, max_num_seqs=256)
-    large: Load = Load(steps=1000, rate=5.2, initial=1300, num_blocks=36_000, max_num_seqs=1024)
+    usual: ChurnLoad = ChurnLoad(steps=2000, rate=1.3, initial=320, num_blocks=9000, max_num_seqs=256)
+    large: ChurnLoad = ChurnLoad(steps=1000, rate=5.2, initial=1300, num_blocks=36_000, max_num_seqs=1024)
 
 
 def measure_churn(sizes: ChurnSizes, steady_decode: bool = True) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class _Counted:
     usage: list[float] = field(default_factory=list)
 
 
-def run_churn(trace: Any, load: Load, async_scheduling: bool, steady_decode: bool = True) -> dict[str, Any]:
+def run_churn(trace: Any, load: ChurnLoad, async_scheduling: bool, steady_decode: bool = True) -> dict[str, Any]:
     """Run one load and return its figures. Garbage collections by the process's policy count in the update."""
     rig = Rig(load.num_blocks, load.max_num_seqs, async_scheduling=async_scheduling, steady_decode=steady_decode)
     counted = _Counted()

@@ -15,7 +15,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from quire.scheduler_proc.costs.choice import Choice, Prefix, Queue, choose
+from quire.scheduler_proc.costs.choice import LoadChoice, Prefix, WorkAhead, choose
 from quire.scheduler_proc.costs.costs import FULL_PAGES, Costs, Prefill
 
 BLOCK_SIZE, STEP_TOKENS, REST = 16, 8192, 256
@@ -24,7 +24,7 @@ AHEAD = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class TrueTimes:
     """True times. ``work_s``: seconds per unit of ``Prefill.work``; ``floor_s``: least seconds of a step."""
 
     kv_bytes: int
@@ -46,11 +46,11 @@ class Server:
 
 
 SERVERS = {
-    "llama-8b on H200": Server(131_072, 1 / 48_800, 1e-9, 3.4e-3),
-    "qwen3-30b-a3b on H200": Server(98_304, 1 / 90_500, 8e-10, 4e-3),
-    "qwen3-4b on H200": Server(147_456, 1 / 81_000, 7e-10, 1.7e-3),
-    "qwen3-0.6b on H200": Server(114_688, 1 / 436_000, 3e-10, 3e-4),
-    "smollm2-135m on 2 cores": Server(23_040, 1e-3, 4e-8, 8e-3, 5e-3),
+    "llama-8b on H200": TrueTimes(131_072, 1 / 48_800, 1e-9, 3.4e-3),
+    "qwen3-30b-a3b on H200": TrueTimes(98_304, 1 / 90_500, 8e-10, 4e-3),
+    "qwen3-4b on H200": TrueTimes(147_456, 1 / 81_000, 7e-10, 1.7e-3),
+    "qwen3-0.6b on H200": TrueTimes(114_688, 1 / 436_000, 3e-10, 3e-4),
+    "smollm2-135m on 2 cores": TrueTimes(23_040, 1e-3, 4e-8, 8e-3, 5e-3),
 }
 """Prefill rates, KV bytes per token and floors by roofline; see the log."""
 
@@ -77,7 +77,7 @@ class Case:
 
 
 @dataclass(slots=True)
-class Times:
+class LoadTimes:
     learned: float
     load: float
     compute: float
@@ -87,12 +87,12 @@ class Times:
 
 def measure_loads(sizes: LoadSizes) -> dict[str, Any]:
     """Return the regret (the time by the learned choice / the best time - 1) of all requests, and of the worst cell."""
-    first: list[Times] = []
-    started: list[Times] = []
-    cells: list[list[Times]] = []
+    first: list[LoadTimes] = []
+    started: list[LoadTimes] = []
+    cells: list[list[LoadTimes]] = []
     by_server: dict[str, float] = {}
     for name, server in SERVERS.items():
-        mine: list[list[Times]] = []
+        mine: list[list[LoadTimes]] = []
         for gb_per_s in sizes.gb_per_s:
             like = replace(server, bytes_per_s=gb_per_s * 1e9)
             early, found = _serve(like, sizes, f"{name} {gb_per_s}")
@@ -117,31 +117,31 @@ def measure_loads(sizes: LoadSizes) -> dict[str, Any]:
     }
 
 
-def _mean_regret(times: list[Times]) -> float:
+def _mean_regret(times: list[LoadTimes]) -> float:
     return round(100 * (fmean(each.learned / each.best for each in times) - 1), 3)
 
 
-def _regret(cell: list[Times]) -> float:
+def _regret(cell: list[LoadTimes]) -> float:
     return sum(each.learned for each in cell) / sum(each.best for each in cell) - 1
 
 
-def _over_pure(cell: list[Times]) -> float:
+def _over_pure(cell: list[LoadTimes]) -> float:
     return sum(each.learned for each in cell) / min(sum(each.load for each in cell), sum(each.compute for each in cell))
 
 
-def _good_pairs(times: list[Times]) -> float:
+def _good_pairs(times: list[LoadTimes]) -> float:
     """Return how many percent take at most 1.1 times the cheaper one of loading and computing the same."""
     return round(100 * fmean(each.learned <= 1.1 * min(each.load, each.compute) for each in times), 2)
 
 
-def _serve(server: Server, sizes: LoadSizes, seed: str) -> tuple[list[Times], list[list[Times]]]:
+def _serve(server: TrueTimes, sizes: LoadSizes, seed: str) -> tuple[list[LoadTimes], list[list[LoadTimes]]]:
     """Serve the first requests, at random, and then those of all cells in random order; return the times of both."""
     rng = random.Random(seed)
     costs = _costs_of_another(server, rng)
     depths = [(prefills, 0) for prefills in sizes.depths] + [(0, loads) for loads in sizes.depths if loads]
     cases = [Case(found, *depth) for found, depth in product(sizes.found, depths)]
     first = [_request(server, costs, rng.choice(cases), rng) for _ in range(sizes.first)]
-    cells: dict[Case, list[Times]] = {case: [] for case in cases}
+    cells: dict[Case, list[LoadTimes]] = {case: [] for case in cases}
     order = cases * sizes.visits
     rng.shuffle(order)
     for case in order:
@@ -149,7 +149,7 @@ def _serve(server: Server, sizes: LoadSizes, seed: str) -> tuple[list[Times], li
     return first, list(cells.values())
 
 
-def _serve_like(server: Server, sizes: LoadSizes, seed: str) -> list[Times]:
+def _serve_like(server: TrueTimes, sizes: LoadSizes, seed: str) -> list[LoadTimes]:
     """Serve like requests with nothing ahead, of each size after a start with the costs of another load."""
     made = []
     for found in sizes.found:
@@ -160,7 +160,7 @@ def _serve_like(server: Server, sizes: LoadSizes, seed: str) -> list[Times]:
     return made
 
 
-def _costs_of_another(server: Server, rng: random.Random, most: float = 5.0) -> Costs:
+def _costs_of_another(server: TrueTimes, rng: random.Random, most: float = 5.0) -> Costs:
     """Return what was learned from a server that is up to ``most`` times faster or slower."""
     costs, prefill_factor, load_factor = Costs(), *(most ** rng.uniform(-1, 1) for _ in range(2))
     for _ in range(64):
@@ -180,12 +180,12 @@ def _noise(rng: random.Random) -> float:
     return rng.lognormvariate(0.0, 0.1) * (10.0 if rng.random() < 0.02 else 1.0)
 
 
-def _request(server: Server, costs: Costs, case: Case, rng: random.Random) -> Times:
+def _request(server: TrueTimes, costs: Costs, case: Case, rng: random.Random) -> LoadTimes:
     """Serve a request by the learned choice, and learn from what runs."""
     ahead = sum((Prefill.between(0, AHEAD) for _ in range(case.prefills)), Prefill())
     pages, end = case.found // BLOCK_SIZE, case.found + REST
     ahead_pages = AHEAD // BLOCK_SIZE
-    queue = Queue(ahead, STEP_TOKENS, 0, case.loads * costs.load_seconds({"host": ahead_pages}))
+    queue = WorkAhead(ahead, STEP_TOKENS, 0, case.loads * costs.load_seconds({"host": ahead_pages}))
     choice = choose(costs, Prefix(0, case.found, end, {"host": range(pages)}, BLOCK_SIZE), queue)
     truth = Truth(server, case, ahead)
     for prefill in truth.steps(choice):
@@ -198,13 +198,13 @@ def _request(server: Server, costs: Costs, case: Case, rng: random.Random) -> Ti
     elif costs.avoids_load():
         costs.load_took("host", FULL_PAGES, server.load(FULL_PAGES) * _noise(rng))
     load, compute = truth.split(0), truth.compute()
-    return Times(truth.time(choice), load, compute, min(load, compute, truth.best_split()), choice.kind)
+    return LoadTimes(truth.time(choice), load, compute, min(load, compute, truth.best_split()), choice.kind)
 
 
 class Truth:
     """The true times of one request."""
 
-    def __init__(self, server: Server, case: Case, ahead: Prefill) -> None:
+    def __init__(self, server: TrueTimes, case: Case, ahead: Prefill) -> None:
         self._server, self._case, self._ahead = server, case, ahead
         self._ahead_load = case.loads * server.load(AHEAD // BLOCK_SIZE)
 
@@ -221,7 +221,7 @@ class Truth:
         at = bisect_left(fronts, True, key=lambda front: self._computed(front) >= self._loaded(front))
         return min((self.split(front) for front in fronts[max(at - 1, 0) : at + 1]), default=float("inf"))
 
-    def time(self, choice: Choice) -> float:
+    def time(self, choice: LoadChoice) -> float:
         if choice.kind == "compute":
             return self.compute()
         if self._loaded(choice.front) <= choice.limit_s:
@@ -230,7 +230,7 @@ class Truth:
         rest = self._server.prefill(Prefill.between(choice.front, self._case.found + REST))
         return max(computed, choice.limit_s) + rest if computed < choice.limit_s else self.compute()
 
-    def steps(self, choice: Choice) -> Iterator[Prefill]:
+    def steps(self, choice: LoadChoice) -> Iterator[Prefill]:
         """Yield the steps of the choice, those ahead as one step each."""
         for _ in range(self._case.prefills):
             yield Prefill.between(0, AHEAD)

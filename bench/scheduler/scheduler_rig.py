@@ -153,7 +153,7 @@ class BatchWorker:
 
 
 @dataclass(slots=True)
-class Step:
+class RigStep:
     """One step: nanoseconds of scheduling and of the update (None if no result was applied), and the messages."""
 
     schedule_ns: int
@@ -248,7 +248,7 @@ class Rig:
     def abort(self, request_id: str) -> None:
         self.scheduler.consume(Abort([request_id]))
 
-    def step(self, after: Callable[[], None] | None = None) -> Step:
+    def step(self, after: Callable[[], None] | None = None) -> RigStep:
         """Schedule a step. Apply the oldest result if the pipeline is full or nothing can be scheduled.
 
         ``after`` is timed as a part of the update.
@@ -264,7 +264,7 @@ class Rig:
         self._moved += [self._copy(move) for move in sent]
         filling = diff is not None and len(self._in_flight) < self.config.pipeline_depth
         if filling or not (self._in_flight or self._moved):
-            return Step(schedule_ns, None, diff, [])
+            return RigStep(schedule_ns, None, diff, [])
         events: list[Consumed] = [*self._moved]
         self._moved.clear()
         if self._in_flight:
@@ -279,7 +279,7 @@ class Rig:
         if after is not None:
             after()
         update_ns = now_ns() - start
-        return Step(schedule_ns, update_ns, diff, [m for _, m in messages if isinstance(m, StepOutputs)])
+        return RigStep(schedule_ns, update_ns, diff, [m for _, m in messages if isinstance(m, StepOutputs)])
 
     def _execute(self, frames: Frames) -> ModelRunnerOutput:
         """Return the worker's result of a step, decoded as in the scheduler's process."""

@@ -19,9 +19,9 @@ import msgspec
 import torch
 
 from quire.bench.worker.limits import measure_limits
-from quire.bench.worker.record import Bench, OutOfTime, Rivals, Row, Size, describe, free_memory
-from quire.bench.worker.sections import Section, choose
-from quire.bench.worker.timing import Clock
+from quire.bench.worker.record import Bench, CaseResult, OutOfTime, Rivals, Size, describe, free_memory
+from quire.bench.worker.sections import BenchSection, choose
+from quire.bench.worker.timing import CallTimer
 from quire.protocol.model.model_config import ModelConfig
 
 DEVICE_LOST = 3
@@ -45,7 +45,7 @@ def main() -> None:
         _write(out, {"refused": str(error)})
         return
     with torch.inference_mode():
-        clock = Clock(device, _FIGURE_S[size])
+        clock = CallTimer(device, _FIGURE_S[size])
         limits, rows = measure_limits(device, clock, size)
         _write(out, {"plan": [section.name for section in sections], "device": facts(device), "limits": _dicts(rows)})
         rivals = load_rivals(args.rivals) if args.rivals else {}
@@ -57,7 +57,7 @@ def main() -> None:
                 sys.exit(DEVICE_LOST)
 
 
-def run_section(section: Section, bench: Bench) -> dict[str, Any]:
+def run_section(section: BenchSection, bench: Bench) -> dict[str, Any]:
     """Run a section; return its rows, and the error that ended it early."""
     started = time.monotonic()
     error = ""
@@ -131,7 +131,7 @@ def _write(out: TextIO, message: dict[str, Any]) -> None:
     print(json.dumps(message, allow_nan=False), file=out, flush=True)
 
 
-def _dicts(rows: list[Row]) -> list[dict[str, Any]]:
+def _dicts(rows: list[CaseResult]) -> list[dict[str, Any]]:
     return [asdict(row) for row in rows]
 
 

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from quire.bench.worker.gpu_attention import prefill_flops
-from quire.bench.worker.paged_case import Heads, PagedCase, make_case
+from quire.bench.worker.paged_case import HeadShape, PagedCase, make_case
 from quire.bench.worker.record import Bench
 from quire.bench.worker.timing import Call
 from quire.worker_proc.attention.backend import AttentionSpec, SharedPrefix
 from quire.worker_proc.attention.cpu import CpuBackend
 
-SMOLLM, SMALL = Heads(9, 3, 64), Heads(16, 8, 64)
-QWEN, LLAMA = Heads(16, 8, 128), Heads(32, 8, 128)
+SMOLLM, SMALL = HeadShape(9, 3, 64), HeadShape(16, 8, 64)
+QWEN, LLAMA = HeadShape(16, 8, 128), HeadShape(32, 8, 128)
 OWN_TOKENS = 16
 """Tokens of each row after a shared prefix."""
 
@@ -89,7 +89,7 @@ def cpu_prefill(bench: Bench) -> None:
             bench.measure(name, implementation, partial(list, calls), flops=flops, dtype=torch.float32)
 
 
-def spec_of(heads: Heads) -> AttentionSpec:
+def spec_of(heads: HeadShape) -> AttentionSpec:
     return AttentionSpec(heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.head_dim**-0.5)
 
 

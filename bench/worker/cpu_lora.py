@@ -13,14 +13,14 @@ from quire.kernels.cpu.lora import CpuAdapters
 from quire.kernels.cpu.native import Native, load_native
 from quire.kernels.cpu.recorded_plan import RecordedPlan, record
 from quire.kernels.cpu.weight_memory import allocate
-from quire.kernels.lora.lora import AdapterRows, Part, SlotTable
+from quire.kernels.lora.lora import AdapterRows, LoraPart, SlotTable
 from quire.protocol.model.model_config import ModelConfig
 
 RANK = 16
 DTYPE = torch.bfloat16
 
 
-class Layer:
+class LoraLayer:
     """The products of one decoder layer, with adapters of all their projections in each slot."""
 
     def __init__(self, add: CpuAdapters, model: ModelConfig, num_slots: int, products: Sequence[PackedLinear]) -> None:
@@ -49,9 +49,9 @@ class Layer:
                 self._add.add(inputs[table.inputs], y, table, rows)
 
 
-def _part(inputs: int, outputs: int, first: int) -> Part:
+def _part(inputs: int, outputs: int, first: int) -> LoraPart:
     a, b = (_weight(RANK, width) for width in (inputs, outputs))
-    return Part(a, b, first, 0.5)
+    return LoraPart(a, b, first, 0.5)
 
 
 def _weight(rows: int, columns: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def cpu_lora(bench: Bench) -> None:
     rounds = bench.pick(full=60, quick=20, dry=1)
     add = CpuAdapters(native)
     layers = [
-        Layer(
+        LoraLayer(
             add,
             model,
             num_slots,
@@ -102,17 +102,17 @@ def cpu_lora(bench: Bench) -> None:
             figures = {}
 
 
-def _plans(native: Native, layers: Sequence[Layer], num_rows: int, rows: AdapterRows) -> dict[str, RecordedPlan]:
+def _plans(native: Native, layers: Sequence[LoraLayer], num_rows: int, rows: AdapterRows) -> dict[str, RecordedPlan]:
     """Record the addends alone, the products alone, and both."""
     inputs = {table.inputs: torch.randn(num_rows, table.inputs).to(DTYPE) for table in layers[0].tables}
     outputs = {table.outputs: torch.zeros(num_rows, table.outputs, dtype=DTYPE) for table in layers[0].tables}
-    bodies: dict[str, Callable[[Layer], None]] = {
+    bodies: dict[str, Callable[[LoraLayer], None]] = {
         "quire, addends": lambda layer: layer.add_all(inputs, outputs, rows),
         "quire, products": lambda layer: layer.run(inputs, None),
         "quire, products and addends": lambda layer: layer.run(inputs, rows),
     }
 
-    def plan(body: Callable[[Layer], None]) -> RecordedPlan:
+    def plan(body: Callable[[LoraLayer], None]) -> RecordedPlan:
         def all_layers() -> None:
             for layer in layers:
                 body(layer)

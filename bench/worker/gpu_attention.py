@@ -5,7 +5,7 @@ from functools import partial
 
 import torch.nn.functional as F
 
-from quire.bench.worker.paged_case import Heads, PagedCase, make_case
+from quire.bench.worker.paged_case import HeadShape, PagedCase, make_case
 from quire.bench.worker.record import Bench, free_memory
 from quire.bench.worker.timing import Call
 from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
@@ -14,8 +14,8 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.kernels.attention.paged_attention import prepare_attention
 from quire.kernels.common.fp8 import as_bits
 
-LLAMA = Heads(32, 8, 128)
-TINY = Heads(4, 2, 32)
+LLAMA = HeadShape(32, 8, 128)
+TINY = HeadShape(4, 2, 32)
 
 _LLAMA_LENGTHS = {
     1: (1024, 8192, 32768, 131072),
@@ -27,12 +27,12 @@ _LLAMA_LENGTHS = {
 }
 # (rows, tokens per row, heads)
 DECODE = [(rows, length, LLAMA) for rows, lengths in _LLAMA_LENGTHS.items() for length in lengths] + [
-    (32, 8192, Heads(32, 8, 128, 32)),
-    (32, 8192, Heads(32, 8, 128, 64)),
-    (64, 1024, Heads(16, 8, 128)),
-    (256, 1024, Heads(16, 8, 128)),
-    (64, 2048, Heads(9, 3, 64)),
-    (32, 4096, Heads(64, 8, 64)),
+    (32, 8192, HeadShape(32, 8, 128, 32)),
+    (32, 8192, HeadShape(32, 8, 128, 64)),
+    (64, 1024, HeadShape(16, 8, 128)),
+    (256, 1024, HeadShape(16, 8, 128)),
+    (64, 2048, HeadShape(9, 3, 64)),
+    (32, 4096, HeadShape(64, 8, 64)),
 ]
 QUICK_DECODE = [(1, 8192, LLAMA), (32, 1024, LLAMA), (64, 8192, LLAMA), (128, 8192, LLAMA), (256, 1024, LLAMA)]
 
@@ -117,7 +117,7 @@ def prefill_attention(bench: Bench) -> None:
         free_memory(bench.device)
 
 
-def prefill_flops(rows: int, query_len: int, length: int, heads: Heads) -> float:
+def prefill_flops(rows: int, query_len: int, length: int, heads: HeadShape) -> float:
     """Return the floating point operations of both products, over the keys visible to each query."""
     pairs = query_len * length - query_len * (query_len - 1) // 2
     return 4.0 * rows * pairs * heads.num_heads * heads.head_dim
@@ -130,6 +130,6 @@ def dense_prefill(case: PagedCase) -> list[Call]:
     return [partial(F.scaled_dot_product_attention, query, keys, values, is_causal=True, enable_gqa=True)]
 
 
-def _decode_case(bench: Bench, lens: Sequence[int], heads: Heads) -> PagedCase:
+def _decode_case(bench: Bench, lens: Sequence[int], heads: HeadShape) -> PagedCase:
     copies = bench.clock.copies(heads.key_bytes(sum(lens), bench.dtype))
     return make_case([1] * len(lens), lens, heads, bench.dtype, bench.device, copies)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from quire.bench.worker.paged_case import Heads
+from quire.bench.worker.paged_case import HeadShape
 from quire.bench.worker.record import Bench, free_memory
 from quire.bench.worker.timing import Call
 from quire.kernels.cache.fused_cache_write import fused_cache_write
@@ -21,13 +21,13 @@ BLOCK_SIZE = 16
 
 def cache_write(bench: Bench) -> None:
     """Measure rotating a step's queries and keys and writing keys and values to their slots; torch only writes."""
-    heads = bench.pick(full=Heads(32, 8, 128), quick=Heads(32, 8, 128), dry=Heads(4, 2, 32))
+    heads = bench.pick(full=HeadShape(32, 8, 128), quick=HeadShape(32, 8, 128), dry=HeadShape(4, 2, 32))
     for num_tokens in bench.pick(full=(8192, 256, 1), quick=(8192,), dry=(9,)):
         _cache_writes(bench, num_tokens, heads)
         free_memory(bench.device)
 
 
-def _cache_writes(bench: Bench, num_tokens: int, heads: Heads) -> None:
+def _cache_writes(bench: Bench, num_tokens: int, heads: HeadShape) -> None:
     dtype, device = bench.dtype, bench.device
     written = heads.key_bytes(num_tokens, dtype)
     num_blocks = -(-num_tokens // BLOCK_SIZE)

@@ -9,7 +9,7 @@ import torch
 from quire.bench.worker.cpu_layers import layer_shapes
 from quire.bench.worker.record import Bench, Limits, describe, free_memory
 from quire.bench.worker.static_step import static_step
-from quire.bench.worker.step_driver import BLOCK_SIZE, StepDriver, StepTimes, dummy_model, sized
+from quire.bench.worker.step_driver import BLOCK_SIZE, DriverTimes, StepDriver, dummy_model, sized
 from quire.bench.worker.timing import elapsed
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.protocol.model.kv_layout import kv_layout
@@ -65,7 +65,7 @@ def _make(name: str, bench: Bench, max_rows: int, max_len: int) -> tuple[Decoder
 
 def _timed(
     bench: Bench, model: Decoder, driver: StepDriver, batches: tuple[int, ...], length: int, steps: Steps
-) -> Iterator[tuple[str, int, StepTimes, float]]:
+) -> Iterator[tuple[str, int, DriverTimes, float]]:
     """Yield (case, rows, a step's times, its floor in seconds) for each batch, while the driver holds the batch."""
     for rows in batches:
         bench.require_time()

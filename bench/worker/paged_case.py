@@ -11,7 +11,7 @@ from quire.worker_proc.attention.backend import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadShape:
     """Heads of an attention layer, and the block size of its KV cache."""
 
     num_heads: int
@@ -38,7 +38,7 @@ class PagedCase:
         query_start_loc, seq_lens: int32, on the device.
     """
 
-    heads: Heads
+    heads: HeadShape
     query: torch.Tensor
     kv_cache: torch.Tensor
     tables: list[torch.Tensor]
@@ -74,7 +74,7 @@ class PagedCase:
 def make_case(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
-    heads: Heads,
+    heads: HeadShape,
     dtype: torch.dtype,
     device: torch.device,
     copies: int,

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 
 from quire.bench.worker.paged_case import PagedCase
-from quire.bench.worker.timing import Call, Clock
+from quire.bench.worker.timing import Call, CallTimer
 from quire.protocol.model.model_config import ModelConfig
 
 Size = Literal["full", "quick", "dry"]
@@ -22,7 +22,7 @@ class OutOfTime(Exception):
 
 
 @dataclass(slots=True)
-class Row:
+class CaseResult:
     """The result of one implementation in one case.
 
     Attributes:
@@ -59,14 +59,14 @@ class Bench:
     """Arguments and helpers of one section; ``rows`` collects its results."""
 
     device: torch.device
-    clock: Clock
+    clock: CallTimer
     size: Size
     models: Mapping[str, ModelConfig]
     limits: Limits
     deadline: float
     rivals: Rivals = field(default_factory=dict)
     """Attention of other libraries, by column name."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CaseResult] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,7 +92,7 @@ class Bench:
         flops: float = 0,
         dtype: torch.dtype | None = None,
         graph: bool = True,
-    ) -> Row:
+    ) -> CaseResult:
         """Time the calls that ``make`` returns, and append a row. A failure gives a row with an error.
 
         Args:
@@ -104,7 +104,7 @@ class Bench:
             OutOfTime: the deadline has passed; no row is added.
         """
         self.require_time()
-        row = Row(case, implementation)
+        row = CaseResult(case, implementation)
         self.rows.append(row)
         try:
             seconds = self.clock.seconds(make(), graph=graph)
@@ -138,7 +138,7 @@ class Bench:
 
     def note(self, case: str, implementation: str, seconds: float | None, **figures: float) -> None:
         """Append a row with a time that the caller measured."""
-        self.rows.append(Row(case, implementation, None if seconds is None else seconds * 1e6, figures))
+        self.rows.append(CaseResult(case, implementation, None if seconds is None else seconds * 1e6, figures))
 
 
 def describe(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from quire.bench.worker.record import Bench
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class BenchSection:
     """A benchmark. ``device``: cpu or cuda; ``title``: heading of its table."""
 
     name: str
@@ -29,31 +29,31 @@ class Section:
 
 
 SECTIONS = (
-    Section("cpu_attention", "cpu", "decoding: rows x tokens, heads, cache", cpu_attention.cpu_attention),
-    Section(
+    BenchSection("cpu_attention", "cpu", "decoding: rows x tokens, heads, cache", cpu_attention.cpu_attention),
+    BenchSection(
         "cpu_shared_prefix", "cpu", "decoding: rows x shared tokens, heads, cache", cpu_attention.cpu_shared_prefix
     ),
-    Section("cpu_prefill", "cpu", "prefill: rows x tokens", cpu_attention.cpu_prefill),
-    Section("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
-    Section("cpu_quantised", "cpu", "products of one matrix by kind of weights", cpu_codes.cpu_quantised),
-    Section("cpu_experts", "cpu", "experts of a layer of gpt-oss-20b", cpu_layers.cpu_experts),
-    Section("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
-    Section("cpu_lora", "cpu", "LoRA adapters of rank 16 of smollm2-135m", cpu_lora.cpu_lora),
-    Section("cpu_step", "cpu", "decode step of smollm2-135m: rows x tokens", cpu_step.cpu_step),
-    Section("cpu_transfer", "cpu", "KV blocks of smollm2-135m to host memory and back", cpu_transfer.cpu_transfer),
-    Section("decode_attention", "cuda", "decoding: rows x tokens, heads", gpu_attention.decode_attention),
-    Section("uneven_attention", "cuda", "decoding, uneven rows", gpu_attention.uneven_attention),
-    Section("decode_step", "cuda", "decode step of llama-3.1-8b: rows x tokens", gpu_step.decode_step),
-    Section("steady_step", "cuda", "steady decode of qwen3-0.6b: rows x tokens", gpu_step.steady_step),
-    Section("cache_write", "cuda", "cache write", gpu_kernels.cache_write),
-    Section("prefill_attention", "cuda", "prefill: rows x computed of all", gpu_attention.prefill_attention),
-    Section("ops", "cuda", "norms, gates", gpu_kernels.ops),
-    Section("gpu_transfer", "cuda", "KV blocks of llama-3.1-8b to the host and back", gpu_transfer.gpu_transfer),
-    Section("sampling", "cuda", "sampling: rows x vocabulary", gpu_kernels.sampling),
+    BenchSection("cpu_prefill", "cpu", "prefill: rows x tokens", cpu_attention.cpu_prefill),
+    BenchSection("cpu_linear", "cpu", "products of smollm2-135m", cpu_layers.cpu_linear),
+    BenchSection("cpu_quantised", "cpu", "products of one matrix by kind of weights", cpu_codes.cpu_quantised),
+    BenchSection("cpu_experts", "cpu", "experts of a layer of gpt-oss-20b", cpu_layers.cpu_experts),
+    BenchSection("cpu_ops", "cpu", "norms and gates of smollm2-135m", cpu_layers.cpu_ops),
+    BenchSection("cpu_lora", "cpu", "LoRA adapters of rank 16 of smollm2-135m", cpu_lora.cpu_lora),
+    BenchSection("cpu_step", "cpu", "decode step of smollm2-135m: rows x tokens", cpu_step.cpu_step),
+    BenchSection("cpu_transfer", "cpu", "KV blocks of smollm2-135m to host memory and back", cpu_transfer.cpu_transfer),
+    BenchSection("decode_attention", "cuda", "decoding: rows x tokens, heads", gpu_attention.decode_attention),
+    BenchSection("uneven_attention", "cuda", "decoding, uneven rows", gpu_attention.uneven_attention),
+    BenchSection("decode_step", "cuda", "decode step of llama-3.1-8b: rows x tokens", gpu_step.decode_step),
+    BenchSection("steady_step", "cuda", "steady decode of qwen3-0.6b: rows x tokens", gpu_step.steady_step),
+    BenchSection("cache_write", "cuda", "cache write", gpu_kernels.cache_write),
+    BenchSection("prefill_attention", "cuda", "prefill: rows x computed of all", gpu_attention.prefill_attention),
+    BenchSection("ops", "cuda", "norms, gates", gpu_kernels.ops),
+    BenchSection("gpu_transfer", "cuda", "KV blocks of llama-3.1-8b to the host and back", gpu_transfer.gpu_transfer),
+    BenchSection("sampling", "cuda", "sampling: rows x vocabulary", gpu_kernels.sampling),
 )
 
 
-def choose(names: list[str], devices: set[str]) -> list[Section]:
+def choose(names: list[str], devices: set[str]) -> list[BenchSection]:
     """Return the sections ``names`` in that order or, without names, all sections of the devices.
 
     Raises:

@@ -28,7 +28,7 @@ _IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class DriverTimes:
     """Seconds per step: wall time, and the worker's CPU time from a decoded diff to its result."""
 
     wall: float
@@ -110,7 +110,7 @@ class StepDriver:
         _require_tokens(first)
         self._handles = list(handles)
 
-    def steady(self, steps: int) -> StepTimes:
+    def steady(self, steps: int) -> DriverTimes:
         """Run steady decode steps, two in flight, as the worker's loop does."""
         in_flight: deque[PendingResult] = deque()
         cpu = 0.0
@@ -127,7 +127,7 @@ class StepDriver:
                 at = time.thread_time()
                 _require_tokens(oldest)
                 cpu += time.thread_time() - at
-        return StepTimes((time.perf_counter() - started) / steps, cpu / steps)
+        return DriverTimes((time.perf_counter() - started) / steps, cpu / steps)
 
     def empty(self) -> None:
         """Remove all requests, so that graphs may be captured, as at a worker's start."""

@@ -19,7 +19,7 @@ _MAX_FIRST_CALL = 4
 """If the first call on a CPU takes more than this many times the seconds per figure, its time is the result."""
 
 
-class Clock:
+class CallTimer:
     """Times calls on one device.
 
     ``calls`` do the same work on different memory: when they alternate, no call finds its input in a cache. ``copies``

@@ -20,7 +20,7 @@ from quire.kernels.attention.attention_plan import (
     check_options,
 )
 from quire.kernels.attention.attention_tiles import KEY_ALIGN, AttentionShape, device_capability, next_power_of_two
-from quire.kernels.attention.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, Cut, Visible
+from quire.kernels.attention.attention_work import MERGE_COLUMNS, PIECE_COLUMNS, CutRule, Visible
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
 
@@ -34,7 +34,7 @@ class DecodeLimits:
 
     max_rows: int
     tile_tokens: int
-    cut: Cut
+    cut: CutRule
 
     def num_pieces(self, num_rows: int) -> int:
         """Return the maximum number of pieces of ``num_rows`` rows."""

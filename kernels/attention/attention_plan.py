@@ -23,7 +23,7 @@ from quire.kernels.attention.attention_tiles import (
 )
 from quire.kernels.attention.attention_work import (
     MERGE_COLUMNS,
-    Cut,
+    CutRule,
     Int,
     Table,
     Visible,
@@ -266,10 +266,10 @@ class PlanMaker:
             works.append((regime, tile_tokens, work))
         return works, first_slot
 
-    def cut(self, regime: Regime, tile_tokens: int) -> Cut:
+    def cut(self, regime: Regime, tile_tokens: int) -> CutRule:
         tiles = tiles_of(self.shape, regime, tile_tokens, self.capability)
         per_piece = self.shape.num_kv_heads * lane_chunks(self.shape, tiles, tile_tokens)
-        return Cut(-(-self._programs // per_piece), self._min_piece, self._fixed_split)
+        return CutRule(-(-self._programs // per_piece), self._min_piece, self._fixed_split)
 
 
 def _positions(lens: npt.NDArray[Any], seqs: npt.NDArray[Any], num_tokens: int) -> npt.NDArray[np.int32]:

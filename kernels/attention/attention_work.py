@@ -51,7 +51,7 @@ class Visible:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutRule:
     """Rule for cutting keys into pieces.
 
     Attributes:
@@ -124,7 +124,7 @@ def tile_rows(query_lens: Int, seq_lens: Int, rows: Int, tile_tokens: int, visib
     )
 
 
-def piece_size(lengths: Int, cut: Cut) -> Int:
+def piece_size(lengths: Int, cut: CutRule) -> Int:
     """Return the piece size in keys for each tile; a tile of ``length`` keys has ``ceil(length / size)`` pieces.
 
     The target size is ``total / capacity``. Each tile is cut into equal pieces, in the number that comes closest to the
@@ -139,7 +139,7 @@ def piece_size(lengths: Int, cut: Cut) -> Int:
     return size
 
 
-def cut_tiles(tiles: QueryTiles, cut: Cut, tile_tokens: int, num_prefix: int = 0, first_slot: int = 0) -> WorkList:
+def cut_tiles(tiles: QueryTiles, cut: CutRule, tile_tokens: int, num_prefix: int = 0, first_slot: int = 0) -> WorkList:
     """Return the work list of ``tiles``; tiles with several pieces come first, because they are the long ones.
 
     Args:
@@ -184,7 +184,7 @@ def cut_tiles(tiles: QueryTiles, cut: Cut, tile_tokens: int, num_prefix: int = 0
     return WorkList(pieces.astype(np.int32), merges.astype(np.int32), num_slots)
 
 
-def prefix_pieces(num_tokens: int, prefix_len: int, tile_tokens: int, cut: Cut) -> tuple[Table, int]:
+def prefix_pieces(num_tokens: int, prefix_len: int, tile_tokens: int, cut: CutRule) -> tuple[Table, int]:
     """Return the pieces of the pass over a common prefix, in which all tokens attend to it, and its partials per token.
 
     Here a tile is a run of consecutive tokens of the step, of any rows, and the block table is that of row 0.

@@ -34,7 +34,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class LoraPart:
     """What an adapter adds to consecutive outputs of a site.
 
     Attributes:
@@ -74,9 +74,9 @@ class SlotTable:
         self.dtype, self.device = dtype, device
         with torch.inference_mode(False):  # tensors of inference mode cannot be written to outside it
             self.entries = torch.zeros(num_slots, max_parts, NUM_FIELDS, dtype=torch.int64, device=device)
-        self._parts: list[tuple[Part, ...]] = [()] * num_slots
+        self._parts: list[tuple[LoraPart, ...]] = [()] * num_slots
 
-    def set(self, slot: int, parts: Sequence[Part]) -> None:
+    def set(self, slot: int, parts: Sequence[LoraPart]) -> None:
         """Put an adapter's parts into a slot; steps that start later use them.
 
         Raises:
@@ -102,13 +102,13 @@ class SlotTable:
         """Empty a slot: its rows get no addend."""
         self.set(slot, ())
 
-    def parts(self, slot: int) -> tuple[Part, ...]:
+    def parts(self, slot: int) -> tuple[LoraPart, ...]:
         return self._parts[slot]
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def _check(self, name: str, part: Part) -> None:
+    def _check(self, name: str, part: LoraPart) -> None:
         check_tensor(f"{name}: a", part.a, {"rank": None, "inputs": self.inputs}, (self.dtype,), self.device)
         rank = len(part.a)
         check_tensor(f"{name}: b", part.b, {"rank": rank, "outputs": None}, (self.dtype,), self.device)

@@ -17,7 +17,7 @@ from quire.launch.nodes.node_thread import NodeThread
 from quire.launch.supervision.child_process import StatusPipe
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.nodes import SchedulerLink, WorkerLink, links_file
+from quire.protocol.nodes import NodeLinkKeys, WorkerLink, links_file
 from quire.protocol.process.child import EX_CONFIG, Command, Report
 from quire.protocol.process.log import LogOptions
 from quire.protocol.wire.node_messages import (
@@ -156,7 +156,7 @@ class NodeWorkers:
             port.close()
         ports: list[ReservedPort] = []
         workers: list[WorkerLink] = []
-        links: list[SchedulerLink] = []
+        links: list[NodeLinkKeys] = []
         for place in self._places:
             own = self._own[place.node]
             try:
@@ -166,7 +166,7 @@ class NodeWorkers:
             address = f"tcp://{own}:{ports[-1].number}"
             public, secret = (each.decode() for each in zmq.curve_keypair())
             worker_public, worker_secret = (each.decode() for each in zmq.curve_keypair())
-            links.append(SchedulerLink(address=address, public_key=public, secret_key=secret, worker_key=worker_public))
+            links.append(NodeLinkKeys(address=address, public_key=public, secret_key=secret, worker_key=worker_public))
             workers.append(
                 WorkerLink(
                     address=address, scheduler_key=public, public_key=worker_public, secret_key=worker_secret,

@@ -8,7 +8,7 @@ import yaml
 
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.replay.costs.csv_table import read_text
-from quire.replay.costs.link import Link
+from quire.replay.costs.link import Interconnect
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -41,8 +41,8 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host_bandwidth: Positive = 25e9
 
     @property
-    def link(self) -> Link:
-        return Link(self.link_bandwidth, self.link_latency)
+    def link(self) -> Interconnect:
+        return Interconnect(self.link_bandwidth, self.link_latency)
 
     def flops_of(self, dtype: str) -> float:
         """Return the peak for ``dtype``. Raises ConfigError if the chip's description has none."""

@@ -14,7 +14,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.layers import LayerProfileCost, read_experts, read_profile
-from quire.replay.costs.link import Link
+from quire.replay.costs.link import Interconnect
 from quire.replay.costs.sizes import expert_layers, num_experts_read
 from quire.replay.run.step_shape import StepShape
 
@@ -47,7 +47,7 @@ class ExpertParallelCost(LayerProfileCost):
             raise ConfigError(f"{folder}: enable_expert_parallel needs a model with experts")
         super().__init__(folder, **profile, with_experts=False)
         self._captured: list[int] = profile["captured"]
-        self._link: Link = profile["link"]
+        self._link: Interconnect = profile["link"]
         self._num_engines, self._num_parts = num_engines, num_engines * ranks
         self._experts = read_experts(folder, 1)
         self._description += f", experts over {self._num_parts} ranks linked by {self._link.bandwidth / 1e9:g} GB/s"

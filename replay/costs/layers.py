@@ -27,7 +27,7 @@ from quire.protocol.model.kv_layout import DTYPE_BYTES
 from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.csv_table import read_measured, read_points, read_text
 from quire.replay.costs.grid import Curve, Grid
-from quire.replay.costs.link import Link
+from quire.replay.costs.link import Interconnect
 from quire.replay.costs.models import find_model
 from quire.replay.costs.sizes import expert_layers, num_experts_read
 from quire.replay.recorded.decompress import find_file
@@ -36,7 +36,7 @@ from quire.replay.run.step_shape import StepShape
 DENSE, PER_SEQUENCE, ATTENTION = "profile_dense.csv", "profile_per_sequence.csv", "profile_attention.csv"
 EXPERTS = "profile_moe.csv"
 _DENSE_FILE = re.compile(r"profile_dense(?:_tp(\d+))?\.csv")
-DEFAULT_LINK = Link(25e9, 1e-5)
+DEFAULT_LINK = Interconnect(25e9, 1e-5)
 """The link of chips whose data sheet gives none."""
 
 _ONCE = frozenset({"embedding", "final_layernorm"})
@@ -68,7 +68,7 @@ class LayerProfileCost:
         skew: float = 0.0,
         *,
         ranks: int = 1,
-        link: Link = DEFAULT_LINK,
+        link: Interconnect = DEFAULT_LINK,
         with_experts: bool = True,
     ) -> None:
         """
@@ -171,7 +171,7 @@ def _degrees(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def _link(folder: Path) -> Link:
+def _link(folder: Path) -> Interconnect:
     path = find_file(folder, "config.json")
     if path is None:
         return DEFAULT_LINK
@@ -181,7 +181,7 @@ def _link(folder: Path) -> Link:
         raise ConfigError(f"{path}: {error}") from None
     if cluster.link_bw is None:
         return DEFAULT_LINK
-    return Link(cluster.link_bw * 1e9, cluster.link_latency * 1e-9)
+    return Interconnect(cluster.link_bw * 1e9, cluster.link_latency * 1e-9)
 
 
 class _Cluster(msgspec.Struct):
@@ -278,7 +278,7 @@ def _padded(micros: Mapping[int, float], captured: Sequence[int]) -> Curve:
     return curve
 
 
-def _token_times(folder: Path, model: ModelConfig, ranks: int, link: Link) -> dict[int, float]:
+def _token_times(folder: Path, model: ModelConfig, ranks: int, link: Interconnect) -> dict[int, float]:
     """Return microseconds by tokens of all dense layers and all-reduces of the model."""
     without = model.num_layers - expert_layers(model)
     needed = _NEEDED | (_FEED_FORWARD if without else frozenset())
@@ -305,7 +305,7 @@ def read_experts(folder: Path, ranks: int) -> Grid:
     return Grid(read_points(find_table(folder, EXPERTS, ranks), ("tokens", "activated_experts"), "time_us"))
 
 
-def _sequence_times(folder: Path, model: ModelConfig, ranks: int, link: Link) -> dict[int, float]:
+def _sequence_times(folder: Path, model: ModelConfig, ranks: int, link: Interconnect) -> dict[int, float]:
     """Return microseconds by requests of the head, which gathers the logits of all ranks, and the sampler."""
     sequences = _layer_points(find_table(folder, PER_SEQUENCE, ranks), "sequences", frozenset({"lm_head"}))
     sums = _sum(sequences, dict.fromkeys(sequences, 1))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Interconnect:
     """The interconnect of the chips of one group.
 
     Attributes:

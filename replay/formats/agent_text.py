@@ -15,7 +15,7 @@ from quire.protocol.errors import ConfigError
 from quire.replay.formats.content import chain_ids, set_answers
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import Faults, files_of, finish, records
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 _BATCH = 64
 
@@ -54,7 +54,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
             (line.timestamp - lines[0].timestamp) / 1e6,
             faults.at_least_one_token(len(tokens), "prompt"),
             faults.at_least_one_token(num_output_tokens),
-            Content(chain_ids(tokens, options.block_size), options.block_size),
+            ContentIds(chain_ids(tokens, options.block_size), options.block_size),
             line.session_id,
             tokens=tokens or array("i", [0]),
             text=line.input,

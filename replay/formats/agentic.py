@@ -12,7 +12,7 @@ import msgspec
 from quire.replay.formats.content import set_answers
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import AnswerLength, Faults, PromptLength, Seconds, files_of, finish, records
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 
 class _Request(msgspec.Struct, tag_field="type"):
@@ -159,7 +159,7 @@ class _Builder:
             self._start + start + request.t,
             request.num_prompt_tokens,
             request.num_output_tokens or 1,
-            Content(ids, unit, self._space),
+            ContentIds(ids, unit, self._space),
             self._label,
             is_last_step=request.stop != "tool_use",
             tool="tool_use" if request.stop == "tool_use" else "",

@@ -21,7 +21,7 @@ _PARAMETERS = {
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class ArrivalProcess:
     """An arrival process with ``rate`` requests per second; ``str`` returns its spec."""
 
     kind: str
@@ -45,7 +45,7 @@ class Arrivals:
         return np.cumsum(gaps) - (gaps[0] if count else 0.0)
 
 
-def parse_arrivals(spec: str) -> Arrivals:
+def parse_arrivals(spec: str) -> ArrivalProcess:
     """Parse an arrival process.
 
     ``poisson:RATE``, ``gamma:RATE:CV``, ``weibull:RATE:CV``, ``constant:RATE``, ``burst:RATE:SIZE`` or ``at-once``.
@@ -63,7 +63,7 @@ def parse_arrivals(spec: str) -> Arrivals:
     parameters = {name: positive(text, f"arrivals {spec!r}: {name}") for name, text in zip(names, given, strict=True)}
     if "size" in parameters and not parameters["size"].is_integer():
         raise ConfigError(f"arrivals {spec!r}: size must be a whole number")
-    return Arrivals(kind, parameters)
+    return ArrivalProcess(kind, parameters)
 
 
 def positive(text: str, what: str) -> float:

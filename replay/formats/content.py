@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import pairwise
 
-from quire.replay.workload.workload import Call, Content
+from quire.replay.workload.workload import Call, ContentIds
 
 
 def chain_ids(tokens: Sequence[int], unit: int) -> array[int]:
@@ -22,7 +22,7 @@ def chain_ids(tokens: Sequence[int], unit: int) -> array[int]:
     return ids
 
 
-def extends(longer: Content, shorter: Content) -> bool:
+def extends(longer: ContentIds, shorter: ContentIds) -> bool:
     """Whether the ids of ``longer`` start with those of ``shorter`` and are more."""
     count = len(shorter.ids)
     same = (longer.unit, longer.space) == (shorter.unit, shorter.space)

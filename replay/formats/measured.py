@@ -17,7 +17,7 @@ from quire.replay.formats.content import chain_ids
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import AnswerLength, Faults, finish, read_lines, records
 from quire.replay.recorded.decompress import find_file
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 REQUESTS, SETTINGS = "workload.jsonl", "meta.json"
 
@@ -70,7 +70,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
     calls = []
     for number, (line_number, line) in enumerate(records(requests, _Line, faults)):
         try:
-            content = Content(chain_ids(array("I", line.input_tok_ids), unit), unit)
+            content = ContentIds(chain_ids(array("I", line.input_tok_ids), unit), unit)
         except OverflowError:
             faults.add(requests, line_number, "`input_tok_ids` must be between 0 and 2**32 - 1")
             continue

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import AnswerLength, Faults, PromptLength, Seconds, files_of, finish, records
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 UNIT = 512
 
@@ -48,7 +48,7 @@ def load(path: Path, options: LoadOptions) -> Workload:
                     line.timestamp / 1e3,
                     line.input_length,
                     faults.at_least_one_token(line.output_length),
-                    Content(ids, UNIT, space),
+                    ContentIds(ids, UNIT, space),
                 )
             )
     return finish(workload, options, faults)

@@ -14,7 +14,7 @@ from quire.replay.formats.read import Faults, finish
 from quire.replay.recorded.reader import TraceLine, TraceReader
 from quire.replay.recorded.recorded_settings import recorded_settings
 from quire.replay.recorded.request_outcomes import RequestOutcome, RequestOutcomes
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 from quire.scheduler_proc.trace.lines import Header, Keyframe, Lost
 
 _ID_BYTES = 8
@@ -72,10 +72,10 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
         arrival,
         num_prompt_tokens,
         0 if line.pooling else faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
-        Content(ids[: num_prompt_tokens // unit], unit),
+        ContentIds(ids[: num_prompt_tokens // unit], unit),
         priority=line.priority,
         tokens=line.prompt_token_ids if not line.num_output_tokens else None,
-        answer=Content(ids, unit) if ids else None,
+        answer=ContentIds(ids, unit) if ids else None,
         adapter="" if line.adapter is None else f"{line.adapter.name} {line.adapter.digest[:8].hex()}",
         pooling=line.pooling,
     )

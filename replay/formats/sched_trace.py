@@ -16,7 +16,7 @@ from typing import Any
 
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import MAX_TOKENS, Faults, files_of, finish, records
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 KINDS = {
     "step_snapshot": "free_blocks",
@@ -222,8 +222,8 @@ def _calls(whole: dict[str, _SeenRequest], first: float, unit: int) -> list[Call
         missing = (seen.num_prompt_tokens + output) // unit - len(ids)
         ids.extend(range(fresh, fresh + missing))
         fresh += max(0, missing)
-        call.answer = Content(ids, unit)
-        call.content = Content(ids[: seen.num_prompt_tokens // unit], unit)
+        call.answer = ContentIds(ids, unit)
+        call.content = ContentIds(ids[: seen.num_prompt_tokens // unit], unit)
         if seen.job_id:
             before[seen.job_id] = call
         calls.append(call)

@@ -13,7 +13,7 @@ from quire.protocol.errors import ConfigError, did_you_mean
 from quire.replay.formats.arrivals import Lengths, parse_arrivals, parse_lengths
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.read import MAX_TOKENS, Faults, finish
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 PREFIX = "synthetic:"
 MAX_CALLS = 5_000_000
@@ -53,13 +53,13 @@ def load(path: Path, options: LoadOptions, load_other: Callable[[Path], Workload
         both = f"got {groups} and {prefix}"
         raise ConfigError(f"synthetic: prefix_groups and prefix_tokens must both be 0 or both be positive ({both})")
     adapters = _adapters(given, count, options.seed)
-    shared = [Content(array("Q", [group]), max(1, prefix)) for group in range(groups)]
+    shared = [ContentIds(array("Q", [group]), max(1, prefix)) for group in range(groups)]
     members = random.integers(0, max(1, groups), count).tolist()
     calls = []
     for i in range(count):
         content = shared[members[i]] if groups else None
         if content is not None and adapters:
-            content = Content(content.ids, content.unit, space=adapters[i])
+            content = ContentIds(content.ids, content.unit, space=adapters[i])
         call = Call(i, f"{i}", times[i], int(inputs[i]) + prefix, int(outputs[i]), content)
         call.adapter = f"adapter {adapters[i]}" if adapters else ""
         calls.append(call)

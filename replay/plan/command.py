@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from quire.bench.measure.report import Table, rounded
 from quire.protocol.errors import ConfigError, counted
 from quire.replay.command import UsageError, check_repeats, load_options, run_options
-from quire.replay.output import Result, check_outputs, progress_bar, publish
-from quire.replay.plan.search import Search
+from quire.replay.output import ReplayResult, check_outputs, progress_bar, publish
+from quire.replay.plan.search import LeastSearch
 from quire.replay.report.summary import percent
 from quire.replay.simulate.sweep import SweepRow, SweepTask, points_of, run_points
 
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(result.figures, allow_nan=False), flush=True)
 
 
-def _search(task: SweepTask, args: argparse.Namespace, progress: Any) -> tuple[list[Try], list[Search]]:
+def _search(task: SweepTask, args: argparse.Namespace, progress: Any) -> tuple[list[Try], list[LeastSearch]]:
     """Search for the least number of engines of each size, in parallel processes.
 
     Raises:
         ConfigError: a run failed.
     """
     sizes = points_of(args.sweep)
-    searches = [Search(*args.engines) for _ in sizes]
+    searches = [LeastSearch(*args.engines) for _ in sizes]
     tries: list[Try] = []
     while any(search.next_number is not None for search in searches):
         open_ones = [(size, search) for size, search in zip(sizes, searches, strict=True) if search.next_number]
@@ -83,7 +83,7 @@ def _try(size: dict[str, str], row: SweepRow) -> Try:
     return Try(size, int(row.values[NUMBER]), row.figures)
 
 
-def _result(args: argparse.Namespace, tries: Sequence[Try], searches: Sequence[Search]) -> Result:
+def _result(args: argparse.Namespace, tries: Sequence[Try], searches: Sequence[LeastSearch]) -> ReplayResult:
     sizes = points_of(args.sweep)
     answers = [
         next(found for found in tries if found.size == size and found.engines == search.answer)
@@ -105,7 +105,7 @@ def _result(args: argparse.Namespace, tries: Sequence[Try], searches: Sequence[S
     }
     first = tries[0].figures
     head = [first["title"], f"cost: {first['cost']}", answer]
-    return Result(rounded(figures), [], head, [Table("size", COLUMNS, rows)], list(first["notes"]))
+    return ReplayResult(rounded(figures), [], head, [Table("size", COLUMNS, rows)], list(first["notes"]))
 
 
 def _answer(args: argparse.Namespace, best: Try | None, tries: Sequence[Try]) -> str:

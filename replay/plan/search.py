@@ -1,7 +1,7 @@
 """The search for the least number of engines."""
 
 
-class Search:
+class LeastSearch:
     """Finds the least number in a span that is enough, if more are never worse. Each number is tried at most once.
 
     It doubles the number until it is enough, then bisects: runs with too few engines take longest.

@@ -19,7 +19,7 @@ _ZSTD_CHUNK = 256
 """Compressed bytes per call: four bytes may expand to 128 KiB, and zstd has no other bound on the output of a call."""
 
 
-class Damaged(OSError):
+class DamagedFile(OSError):
     """Corrupt compressed data, or data that needs too much memory."""
 
 
@@ -65,7 +65,7 @@ class _Decompressor(Protocol):
         ``read(count)`` returns compressed bytes.
 
         Raises:
-            Damaged: the data is corrupt.
+            DamagedFile: the data is corrupt.
         """
         ...
 
@@ -87,7 +87,7 @@ class _Xz:
         try:
             ready = self._stream.decompress(compressed, _PIECE)
         except lzma.LZMAError as error:
-            raise Damaged(str(error)) from None
+            raise DamagedFile(str(error)) from None
         if self._stream.eof:
             self._rest = self._stream.unused_data.lstrip(b"\0")  # streams may be padded
             self._stream, self.at_end = None, True
@@ -111,7 +111,7 @@ class _Zstd:
         try:
             ready: bytes = self._stream.decompress(compressed)
         except self._package.ZstdError as error:
-            raise Damaged(str(error)) from None
+            raise DamagedFile(str(error)) from None
         if self._stream.eof:
             self._rest = self._stream.unused_data
             self._stream, self.at_end = None, True
@@ -126,7 +126,7 @@ def _zstd(file: Path) -> _Zstd:
 
 
 class _DecompressedFile(io.RawIOBase):
-    """Decompressed bytes of a file. Reading raises EOFError if a stream is cut short, Damaged if it is corrupt."""
+    """Decompressed bytes of a file. Reading raises EOFError if a stream is cut short, DamagedFile if it is corrupt."""
 
     def __init__(self, compressed: IO[bytes], decompressor: _Decompressor) -> None:
         self._compressed = compressed

@@ -9,7 +9,7 @@ import msgspec
 from quire.bench.measure.report import Table
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.router_messages import Route, Routed
-from quire.replay.output import Result
+from quire.replay.output import ReplayResult
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.replay.recorded.exact import IMPOSSIBLE
 from quire.replay.recorded.reader import LONGEST_LINE
@@ -17,7 +17,7 @@ from quire.router_proc.core.router import Router
 from quire.router_proc.trace import FORMAT, VERSION, Consumed, RouterHeader, RouterLine
 
 
-class Difference(msgspec.Struct):
+class Mismatch(msgspec.Struct):
     """The first choice that differs: its line, and what was chosen."""
 
     line: int
@@ -32,11 +32,11 @@ class Replayed(msgspec.Struct):
     num_events: int = 0
     num_questions: int = 0
     choices: dict[str, int] = {}
-    difference: Difference | None = None
+    difference: Mismatch | None = None
     notes: list[str] = []
 
 
-def replay_router(path: Path) -> Result:
+def replay_router(path: Path) -> ReplayResult:
     """Replay a router's trace, and return the result with exit status 1 if a choice differs.
 
     Raises:
@@ -49,7 +49,7 @@ def replay_router(path: Path) -> Result:
     figures = {"trace": str(path), "format": "router", **msgspec.to_builtins(found), "wall_s": round(seconds, 3)}
     figures["decisions_equal"] = difference is None
     head = [f"{path.name}: as recorded", f"policy: {', '.join(found.policies)}"]
-    result = Result(figures, [], head, notes=found.notes)
+    result = ReplayResult(figures, [], head, notes=found.notes)
     result.tables.append(Table("choices", ("number",), [(name, [n]) for name, n in sorted(found.choices.items())]))
     if difference is None:
         head.append(f"replayed exactly: all choices are equal ({found.num_questions:,} questions)")
@@ -84,7 +84,7 @@ def compare_choices(path: Path) -> Replayed:
             answers += router.take_messages()
             decided = answers.pop(0) if answers else None
             if decided != (line.client, line.message):
-                found.difference = Difference(number, _text(line.client, line.message), _text(*(decided or (0, None))))
+                found.difference = Mismatch(number, _text(line.client, line.message), _text(*(decided or (0, None))))
                 return found
             name = f"{line.message.engine} {line.message.reason}".strip()
             found.choices[name] = found.choices.get(name, 0) + 1

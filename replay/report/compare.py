@@ -15,7 +15,7 @@ MAX_BEHIND = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimePart:
     """Seconds of a request in each run for one ``what``: a wait reason or a state."""
 
     what: str
@@ -42,7 +42,7 @@ class RequestDelta:
     queue: float
     cached_tokens: int
     preemptions: int
-    parts: list[Part]
+    parts: list[TimePart]
     preempted_for: list[str] = field(default_factory=list)
     behind: list[tuple[str, float]] = field(default_factory=list)
 
@@ -63,7 +63,7 @@ class RequestDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """A comparison of two runs by the requests that succeeded in both.
 
     Attributes:
@@ -75,7 +75,7 @@ class Comparison:
     titles: tuple[str, str]
     settings: dict[str, tuple[Any, Any]]
     deltas: list[RequestDelta]
-    parts: list[Part]
+    parts: list[TimePart]
     only_first: list[str]
     only_second: list[str]
 
@@ -131,7 +131,7 @@ class Comparison:
         return "\n\n".join(["\n".join(lines), *(table.text() for table in self.tables())])
 
 
-def compare(a: RunRecord, b: RunRecord) -> Comparison:
+def compare(a: RunRecord, b: RunRecord) -> RunComparison:
     """Compare ``b`` with ``a``. Requests are matched by id, then by order of arrival."""
     first, second = _by_name(a), _by_name(b)
     common = [name for name in first if name in second]
@@ -148,7 +148,7 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
         delta.behind.extend(_ran_meanwhile(run, b.requests))
     keys = dict.fromkeys([*a.settings, *b.settings])
     settings = {key: (a.settings.get(key), b.settings.get(key)) for key in keys}
-    return Comparison(
+    return RunComparison(
         (a.title, b.title),
         {key: values for key, values in settings.items() if values[0] != values[1]},
         deltas,
@@ -198,8 +198,8 @@ def _by_name(record: RunRecord) -> dict[tuple[str, int], RequestRun]:
     return found
 
 
-def _ranked(seconds: Mapping[str, tuple[float, float]]) -> list[Part]:
-    parts = [Part(what, each) for what, each in seconds.items()]
+def _ranked(seconds: Mapping[str, tuple[float, float]]) -> list[TimePart]:
+    parts = [TimePart(what, each) for what, each in seconds.items()]
     return sorted(parts, key=lambda part: (-abs(part.change), part.what))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.replay.report import bins, figures
 from quire.replay.report.bins import microseconds
-from quire.replay.report.compare import Comparison, compare
+from quire.replay.report.compare import RunComparison, compare
 from quire.replay.run.request_states import STATES, run_end, state_intervals
 from quire.replay.run.run_record import Moment, RequestRun, RunRecord
 
@@ -70,7 +70,7 @@ def _run(record: RunRecord, latency: dict[str, list[float]], end: float, num_run
     }
 
 
-def _comparison(found: Comparison) -> dict[str, Any]:
+def _comparison(found: RunComparison) -> dict[str, Any]:
     """Return the comparison in milliseconds; ``seconds``: (what, first run, second run) over all requests."""
     return {
         "both": len(found.deltas),

@@ -20,7 +20,7 @@ _UInt64 = npt.NDArray[np.uint64]
 
 
 @dataclass(slots=True)
-class LaunchedStep:
+class SimulatedStep:
     """A step whose rows have advanced and whose result is not made yet.
 
     Attributes:
@@ -105,7 +105,7 @@ class SimulatedRunner:
         self._side_rows = SimulatedSideRows(config.model)
         self._handles = np.zeros(0, np.int32)
 
-    def launch(self, diff: SchedulerOutput) -> LaunchedStep:
+    def launch(self, diff: SchedulerOutput) -> SimulatedStep:
         """Apply one step's diff to the rows and sample its tokens."""
         for handle in diff.removed:
             self._options.forget(handle)
@@ -125,9 +125,9 @@ class SimulatedRunner:
             self._handles = changed
         send = changed is not None or bool(diff.removed or diff.new_requests)
         awaits, tokens = diff.awaits_sample_inputs, self._sample(self._handles)
-        return LaunchedStep(diff.step, awaits, shape, self._handles, tokens, send, prompts, *beside)
+        return SimulatedStep(diff.step, awaits, shape, self._handles, tokens, send, prompts, *beside)
 
-    def finish(self, launched: LaunchedStep, inputs: SampleInputs | None, seconds: float) -> ModelRunnerOutput:
+    def finish(self, launched: SimulatedStep, inputs: SampleInputs | None, seconds: float) -> ModelRunnerOutput:
         """Return the step's result; ``inputs`` is None if the step awaits none."""
         failed = [] if inputs is None else self._constrain(launched, inputs)
         return ModelRunnerOutput(
@@ -174,7 +174,7 @@ class SimulatedRunner:
         self._columns.positions[handles] += 1
         return tokens
 
-    def _constrain(self, launched: LaunchedStep, inputs: SampleInputs) -> list[tuple[int, str]]:
+    def _constrain(self, launched: SimulatedStep, inputs: SampleInputs) -> list[tuple[int, str]]:
         """Replace the tokens of rows that have a grammar mask; return (handle, reason) of rows without a token."""
         if inputs.bitmask is None:
             return []
@@ -207,7 +207,7 @@ class SimulatedRunner:
 
     # ---- log probabilities
 
-    def _logprobs(self, launched: LaunchedStep) -> Logprobs | None:
+    def _logprobs(self, launched: SimulatedStep) -> Logprobs | None:
         """Return the log probabilities of the rows that requested them."""
         wanted = self._options.num_logprobs
         rows = [index for index, handle in enumerate(launched.handles.tolist()) if handle in wanted]

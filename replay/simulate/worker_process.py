@@ -34,7 +34,7 @@ from quire.protocol.wire.worker_messages import (
 from quire.replay.costs.adapter_clock import AdapterClock
 from quire.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
-from quire.replay.simulate.simulated_runner import LaunchedStep, SimulatedRunner
+from quire.replay.simulate.simulated_runner import SimulatedRunner, SimulatedStep
 
 log = event_logger("worker")
 
@@ -49,7 +49,7 @@ MAX_BLOCKS = 2**20
 Python object."""
 
 
-class Clock(Protocol):
+class LoopClock(Protocol):
     """The clock of the loop, in monotonic seconds; replaced in tests."""
 
     def now(self) -> float: ...
@@ -74,7 +74,7 @@ class RealClock:
 class _StepInFlight:
     """A step on the simulated device. ``result`` is None while the step awaits its sample inputs."""
 
-    launched: LaunchedStep
+    launched: SimulatedStep
     begin: float
     end: float
     result: ModelRunnerOutput | None
@@ -91,7 +91,7 @@ class SimulatedWorker:
         self,
         channel: Channel,
         cost: CostModel,
-        clock: Clock,
+        clock: LoopClock,
         pid: int,
         calls: WorkerCommands,
         num_ranks: int = 1,

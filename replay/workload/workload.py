@@ -16,7 +16,7 @@ _OWN_PROMPT, _OWN_ANSWER = 2**32 - 2, 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class ContentIds:
     """The content ids of a prompt, as far as the trace has them.
 
     ``ids[i]`` identifies tokens ``[i * unit, (i + 1) * unit)`` *and everything before them*: equal ids mean equal
@@ -53,7 +53,7 @@ class Call:
     arrival: float
     num_prompt_tokens: int
     num_output_tokens: int
-    content: Content | None = None
+    content: ContentIds | None = None
     conversation: str = ""
     after: int | None = None
     pause: float = 0.0
@@ -61,7 +61,7 @@ class Call:
     is_last_step: bool = True
     tokens: Sequence[int] | None = None
     text: str | None = None
-    answer: Content | None = None
+    answer: ContentIds | None = None
     adapter: str = ""
     agent: str = ""
     tool: str = ""

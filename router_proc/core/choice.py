@@ -28,7 +28,7 @@ alone make a tenth, which must not decide between engines without requests. An A
 times the memory bandwidth of an L4, the usual unlike pair."""
 
 
-class Question(NamedTuple):
+class RoutingQuestion(NamedTuple):
     """What the rules know about a request.
 
     Attributes:
@@ -57,25 +57,25 @@ class Option(NamedTuple):
     num_disk: int = 0
 
 
-class Choice(NamedTuple):
+class EngineChoice(NamedTuple):
     option: Option
     reason: str
 
 
-def choose(policy: RoutingPolicy, question: Question, options: list[Option]) -> Choice:
+def choose(policy: RoutingPolicy, question: RoutingQuestion, options: list[Option]) -> EngineChoice:
     """Return the engine for a request, and the reason as of Routed. ``options``: at least one, by engine."""
     if len(options) == 1:
-        return Choice(options[0], "only")
+        return EngineChoice(options[0], "only")
     if policy == "round-robin":
-        return Choice(min(options, key=lambda option: (option.load.last_chosen, option.engine)), "turn")
+        return EngineChoice(min(options, key=lambda option: (option.load.last_chosen, option.engine)), "turn")
     if policy == "session":
         for option in options:
             if option.engine == question.last_engine:
-                return Choice(option, "session")
+                return EngineChoice(option, "session")
     return _cheapest(question, options)
 
 
-def _cheapest(question: Question, options: list[Option]) -> Choice:
+def _cheapest(question: RoutingQuestion, options: list[Option]) -> EngineChoice:
     """Return the option with the least score.
 
     Ties: the engine that had the job's last request, then the fewest requests, then the longest time since a choice.
@@ -84,14 +84,14 @@ def _cheapest(question: Question, options: list[Option]) -> Choice:
     least = min(scores)
     tied = [option for option, score in zip(options, scores, strict=True) if score == least]
     best = tied[0] if len(tied) == 1 else min(tied, key=lambda option: _tie_order(question, option))
-    return Choice(best, _reason(question, best, options, was_tied=len(tied) > 1))
+    return EngineChoice(best, _reason(question, best, options, was_tied=len(tied) > 1))
 
 
-def _tie_order(question: Question, option: Option) -> tuple[bool, int, int]:
+def _tie_order(question: RoutingQuestion, option: Option) -> tuple[bool, int, int]:
     return option.engine != question.last_engine, option.load.num_requests, option.load.last_chosen
 
 
-def _score(question: Question, option: Option) -> float:
+def _score(question: RoutingQuestion, option: Option) -> float:
     """Return the time until the request decodes, with what it does to others, in tokens of the fastest device."""
     load = option.load
     tokens = float(question.num_tokens - option.num_cached)
@@ -103,7 +103,7 @@ def _score(question: Question, option: Option) -> float:
     return (WEIGHT - 1.0) * tokens + (tokens + queue) * load.pace  # what is evicted costs the same on any device
 
 
-def _reason(question: Question, best: Option, options: Iterable[Option], *, was_tied: bool) -> str:
+def _reason(question: RoutingQuestion, best: Option, options: Iterable[Option], *, was_tied: bool) -> str:
     others = [option for option in options if option is not best]
     if best.num_cached > max([option.num_cached for option in others]):
         return "cached"

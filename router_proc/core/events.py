@@ -40,12 +40,12 @@ class EngineMeasured(Message, frozen=True, tag=67):
     max_blocks: int = 0
 
 
-class ClientDropped(Message, frozen=True, tag=68):
+class FrontEndDropped(Message, frozen=True, tag=68):
     """A front end has disconnected. Its requests are unknown until it sends Placed on another link."""
 
     client: int
 
 
 RouterEvent: TypeAlias = (
-    Route | Progress | Placed | EnginesKnown | CacheChanged | CacheForgotten | EngineMeasured | ClientDropped
+    Route | Progress | Placed | EnginesKnown | CacheChanged | CacheForgotten | EngineMeasured | FrontEndDropped
 )

@@ -24,7 +24,7 @@ Keys = memoryview
 _DTYPES = ((8, np.uint8), (16, np.uint16), (32, np.uint32), (MAX_ENGINES, np.uint64))
 
 
-class Hit(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The longest prefix of a prompt that an engine has.
 
     Attributes:
@@ -37,7 +37,7 @@ class Hit(NamedTuple):
     num_disk: int = 0
 
 
-NO_HIT = Hit(0)
+NO_HIT = CachedPrefix(0)
 
 
 def keys_of(raw: bytes) -> Keys:
@@ -163,7 +163,7 @@ class BlockIndex:
 
     # ---- look-ups
 
-    def hits(self, keys: Keys) -> dict[int, Hit]:
+    def hits(self, keys: Keys) -> dict[int, CachedPrefix]:
         """Return the prefix of a prompt that each engine has; engines without its first block are left out.
 
         A cache has all blocks before one that it has, because it evicts the last ones of a sequence first. So
@@ -176,7 +176,7 @@ class BlockIndex:
         """
         if self._queues:
             self.apply()
-        found: dict[int, Hit] = {}
+        found: dict[int, CachedPrefix] = {}
         if not len(keys):
             return found
         last, mask_of = len(keys) - 1, self._table.mask
@@ -188,12 +188,12 @@ class BlockIndex:
             while both != mask:  # a prefix ends after block ``at`` and before block ``to``
                 end, lost = self._first_end(keys, at, mask, to)
                 for engine in bits_of(lost):
-                    found[engine] = Hit(end)
+                    found[engine] = CachedPrefix(end)
                 at, mask = end - 1, mask ^ lost
                 both &= mask
             at = to
         for engine in bits_of(mask):
-            found[engine] = Hit(len(keys))
+            found[engine] = CachedPrefix(len(keys))
         return found if self._table.num_columns == 1 else self._with_media(keys, found)
 
     def _first_end(self, keys: Keys, low: int, mask: int, high: int) -> tuple[int, int]:
@@ -212,7 +212,7 @@ class BlockIndex:
                 low = middle
         return high, lost
 
-    def _with_media(self, keys: Keys, found: dict[int, Hit]) -> dict[int, Hit]:
+    def _with_media(self, keys: Keys, found: dict[int, CachedPrefix]) -> dict[int, CachedPrefix]:
         """Return the hits with their media, by the shares of at most MAX_MEDIA_SAMPLES blocks."""
         longest = max((hit.num_blocks for hit in found.values()), default=0)
         step = -(-longest // MAX_MEDIA_SAMPLES) or 1
@@ -223,7 +223,9 @@ class BlockIndex:
             elsewhere = (columns[0][:number] & bit) == 0
             num_elsewhere = int(np.count_nonzero(elsewhere))
             num_host = int(np.count_nonzero(columns[1][:number][elsewhere] & bit))
-            hits[engine] = Hit(length, num_host * length // number, (num_elsewhere - num_host) * length // number)
+            hits[engine] = CachedPrefix(
+                length, num_host * length // number, (num_elsewhere - num_host) * length // number
+            )
         return hits
 
     # ---- figures

@@ -7,16 +7,16 @@ from quire.protocol.process.router_figures import RouterFigures
 from quire.protocol.routing import KEY_BYTES, EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
-from quire.router_proc.core.choice import Option, Question, choose, set_paces
+from quire.router_proc.core.choice import Option, RoutingQuestion, choose, set_paces
 from quire.router_proc.core.events import (
     CacheChanged,
     CacheForgotten,
-    ClientDropped,
     EngineMeasured,
     EnginesKnown,
+    FrontEndDropped,
     RouterEvent,
 )
-from quire.router_proc.core.index import NO_HIT, BlockIndex, Hit, keys_of
+from quire.router_proc.core.index import NO_HIT, BlockIndex, CachedPrefix, keys_of
 from quire.router_proc.core.load import EngineLoad, Placement, Ticket
 
 MAX_JOBS = 65_536
@@ -63,7 +63,7 @@ class Router:
                 self.index.forget(event.engine)
             case EngineMeasured():
                 self._engine_measured(event)
-            case ClientDropped():
+            case FrontEndDropped():
                 self.drop_client(event.client)
             case _:
                 assert_never(event)
@@ -88,7 +88,7 @@ class Router:
         if not options:
             self._choices[-1, ""] += 1
             return Routed(route.ticket, -1, "")
-        question = Question(route.num_tokens, route.adapter, self._jobs.get(job, -1) if route.job_id else -1)
+        question = RoutingQuestion(route.num_tokens, route.adapter, self._jobs.get(job, -1) if route.job_id else -1)
         option, reason = choose(self.config.policy, question, options)
         num_cached = min(option.num_cached, route.num_tokens)
         at = option.num_cached // (self._places[option.engine].block_size or 1) * KEY_BYTES
@@ -117,12 +117,12 @@ class Router:
             options.append(Option(engine, load, num_blocks * size, hit.num_host * size, hit.num_disk * size))
         return options
 
-    def _hits(self, raw: bytes, engines: list[int]) -> dict[int, Hit]:
+    def _hits(self, raw: bytes, engines: list[int]) -> dict[int, CachedPrefix]:
         keys = keys_of(raw)
         sizes = {self._loads[engine].keys_per_block for engine in engines}
         if sizes == {1}:
             return self.index.hits(keys)
-        hits: dict[int, Hit] = {}
+        hits: dict[int, CachedPrefix] = {}
         for size in sorted(sizes):  # a block's hash is that of its last part
             found = self.index.hits(keys[size - 1 :: size])
             hits |= {engine: hit for engine, hit in found.items() if self._loads[engine].keys_per_block == size}

@@ -7,7 +7,7 @@ from quire.protocol.wire.front_end_messages import TierState
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveBlocks, MoveKind
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.core.statistics import Counters, LoadCounts, RecentDecisions
-from quire.scheduler_proc.costs.choice import Choice, Prefix, Queue, choose
+from quire.scheduler_proc.costs.choice import LoadChoice, Prefix, WorkAhead, choose
 from quire.scheduler_proc.costs.costs import FULL_PAGES, Costs
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
@@ -43,7 +43,7 @@ class Load:
     pages: list[tuple[Tier, KVCacheBlock]]
     keys: list[bytes]
     hold: int
-    choice: Choice
+    choice: LoadChoice
     request: Request | None = None
     is_late: bool = False
     is_void: bool = False
@@ -111,14 +111,14 @@ class Transfers:
 
     # ---- loads
 
-    def choose(self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int) -> Choice | None:
+    def choose(self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int) -> LoadChoice | None:
         """Decide whether a waiting request loads what continues its hits. If it does, the load begins and it is held.
 
         ``step_tokens``: most tokens of prefills in a step. Returns None if no page continues the hits, or the free
         blocks do not suffice for all known tokens of the request.
         """
         if self.join(request):
-            return Choice("load")
+            return LoadChoice("load")
         kv = self._kv
         if not kv.tiers or self._num_late_open or request.handle in self._late:
             return None
@@ -131,7 +131,7 @@ class Transfers:
         prefix = Prefix(num_hit_tokens, found.num_tokens, request.num_tokens, pages, block_size)
         prefills, num_others = self._table.prefills()
         load_seconds = sum(load.choice.pages_seconds for load in self._open.values())
-        choice = choose(self.costs, prefix, Queue(prefills, step_tokens, num_others, load_seconds))
+        choice = choose(self.costs, prefix, WorkAhead(prefills, step_tokens, num_others, load_seconds))
         request.choice = choice._replace(found=prefix)
         if choice.kind == "load":
             self._begin_load(request, found, choice)
@@ -140,7 +140,7 @@ class Transfers:
             self._note("wait", request, WaitReason.LOADING, len(found.pages), detail)
         return choice
 
-    def admitted(self, request: Request, choice: Choice | None) -> None:
+    def admitted(self, request: Request, choice: LoadChoice | None) -> None:
         """Count a choice other than to load, after the request was admitted; if it was to split, begin the load."""
         if choice is not None and choice.kind == "split":
             found = find_contents(self._kv, request, choice.front // self._kv.block_size)
@@ -154,7 +154,7 @@ class Transfers:
             return
         most = min(FULL_PAGES, max(self._kv.pool.num_free_blocks // 2, 1))
         if self.costs.avoids_load() and (found := find_contents(self._kv, request).last(most)).fits(self._kv):
-            self._load(found, Choice("load"), request.tenant)
+            self._load(found, LoadChoice("load"), request.tenant)
         self._note("choose", request, "compute", 0, str(choice))
 
     def join(self, request: Request) -> bool:
@@ -164,12 +164,12 @@ class Transfers:
         self._table.hold(request, WaitReason.LOADING)
         return True
 
-    def _begin_load(self, request: Request, found: FoundContents, choice: Choice) -> None:
+    def _begin_load(self, request: Request, found: FoundContents, choice: LoadChoice) -> None:
         load = self._load(found, choice, request.tenant)
         load.request, self._loading[request.handle] = request, load
         self.costs.num_avoided = 0
 
-    def _load(self, found: FoundContents, choice: Choice, tenant: int) -> Load:
+    def _load(self, found: FoundContents, choice: LoadChoice, tenant: int) -> Load:
         kv = self._kv
         hold, targets = kv.holds.hold_targets(found.cached, len(found.pages), tenant)
         tiers, pages = zip(*found.pages, strict=True)

@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
     block_size: int
 
 
-class Queue(NamedTuple):
+class WorkAhead(NamedTuple):
     """What is ahead of the request.
 
     Attributes:
@@ -48,7 +48,7 @@ class Queue(NamedTuple):
     load_seconds: float
 
 
-class Choice(NamedTuple):
+class LoadChoice(NamedTuple):
     """The choice for one request.
 
     Attributes:
@@ -77,10 +77,10 @@ class Choice(NamedTuple):
         return f"loading would take {self.load_seconds:.2g} s, computing {self.compute_seconds:.2g} s"
 
 
-def choose(costs: Costs, found: Prefix, queue: Queue) -> Choice:
+def choose(costs: Costs, found: Prefix, queue: WorkAhead) -> LoadChoice:
     """Return what lets the request complete its prefill first. While a cost is unknown, it loads."""
     if not costs.knows({tier: len(indices) for tier, indices in found.pages.items()}):
-        return Choice("load")
+        return LoadChoice("load")
 
     def computed(end: int) -> float:
         """Return when the tokens up to ``end`` are computed."""
@@ -103,7 +103,7 @@ def choose(costs: Costs, found: Prefix, queue: Queue) -> Choice:
         splits = [(max(computed(index * size) + lost, loaded(index)) + rest, index) for index in around]
         split, front = min(splits, default=(math.inf, 0))
         if split < SPLIT_GAIN * min(load, compute):
-            return Choice("split", front * size, *estimates, loaded(front) - queue.load_seconds)
+            return LoadChoice("split", front * size, *estimates, loaded(front) - queue.load_seconds)
     if load + MESSAGES_S <= compute:
-        return Choice("load", 0, *estimates, loaded(0) - queue.load_seconds)
-    return Choice("compute", 0, *estimates)
+        return LoadChoice("load", 0, *estimates, loaded(0) - queue.load_seconds)
+    return LoadChoice("compute", 0, *estimates)

@@ -28,7 +28,7 @@ from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
 from quire.scheduler_proc.process.pause import KeptPause
 from quire.scheduler_proc.process.step_deadline import StepDeadline
-from quire.scheduler_proc.process.step_times import StepTimes
+from quire.scheduler_proc.process.step_times import StepObservations
 from quire.scheduler_proc.process.throughput import ThroughputLog
 from quire.scheduler_proc.process.ticks import Ticks
 from quire.scheduler_proc.process.tier_transfers import TierTransfers
@@ -71,7 +71,7 @@ class SchedulerLoop:
         self._pause = KeptPause(directory, self._front_ends)
         self._workers: WorkerGroup | None = transport.open_group(worker_epoch)
         self._deadline = StepDeadline()
-        self._step_times = StepTimes()
+        self._step_times = StepObservations()
         self._child = child
         self._clock = clock
         self._journal = Journal(config, clock, is_restart=worker_epoch > FIRST_WORKER_EPOCH)

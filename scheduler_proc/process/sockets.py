@@ -12,7 +12,7 @@ import zmq
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.checkpoint_digest import begin_digest
-from quire.protocol.nodes import SchedulerLink, read_links
+from quire.protocol.nodes import NodeLinkKeys, read_links
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.curve_keys import CurveEnd, PeerContext
@@ -101,7 +101,7 @@ class Sockets:
         return channel
 
     @staticmethod
-    def _open_remote(nodes: PeerContext, worker_epoch: int, rank: int, link: SchedulerLink) -> ZmqChannel:
+    def _open_remote(nodes: PeerContext, worker_epoch: int, rank: int, link: NodeLinkKeys) -> ZmqChannel:
         """Bind the socket of a worker on a node. Raises EngineError if the address cannot be bound."""
         keys = CurveEnd(link.public_key, link.secret_key, link.worker_key)
         secure = partial(nodes.bind_with, name=f"worker-{rank}", keys=keys)

@@ -11,7 +11,7 @@ BOUNDS = (
 )
 
 
-class StepTimes:
+class StepObservations:
     """One observation per step and part; the caller measures.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.costs.choice import Choice
+from quire.scheduler_proc.costs.choice import LoadChoice
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.requests.adapter_state import AdapterState
@@ -207,7 +207,7 @@ class Request:
         self.program: Program | None = None
         self.is_overdue = False
         self.split_at = 0
-        self.choice: Choice | None = None
+        self.choice: LoadChoice | None = None
         self.job_id = ""
         self.joined_step = self.synced_step = self.event_step = self.block_step = 0
         self.last_step = self.leave_step = 0

@@ -27,7 +27,7 @@ class GrammarBusy(GrammarRefused):
         super().__init__("structured_outputs cannot be compiled now, for lack of CPU time or memory: retry later")
 
 
-class Matcher(Protocol):
+class GrammarPosition(Protocol):
     """The position of one output in its grammar. Used by one thread at a time."""
 
     def accept(self, token: int) -> bool:
@@ -52,7 +52,7 @@ class Matcher(Protocol):
 class CompiledGrammar(Protocol):
     """A compiled grammar, shared by any number of outputs."""
 
-    def matcher(self) -> Matcher:
+    def matcher(self) -> GrammarPosition:
         """Return a matcher at the start of an output."""
         ...
 

@@ -9,7 +9,7 @@ from quire.scheduler_proc.structured.limits import EXPENSIVE_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Accepted:
+class CompilingGrammar:
     """A grammar that compiles. ``number``: its name in the helpers; ``num_bytes``: memory of the compiled grammar."""
 
     number: int
@@ -22,7 +22,7 @@ class Accepted:
         return self.num_bytes > EXPENSIVE_BYTES
 
 
-Outcome = Accepted | GrammarRefused
+Outcome = CompilingGrammar | GrammarRefused
 Source = tuple[str, str]
 """The kind of a constraint, and its text."""
 

@@ -17,7 +17,7 @@ from quire.protocol.process.helper import start_large_stack_thread
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import GrammarTooSlow
-from quire.scheduler_proc.structured.cache import Accepted, Outcome, Source
+from quire.scheduler_proc.structured.cache import CompilingGrammar, Outcome, Source
 from quire.scheduler_proc.structured.fair_queue import FairQueue
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, CRASHED
 
@@ -142,7 +142,7 @@ class CompilePool:
     def _outcome(self, check: Check, wanted: StructuredOutputs, cpu_seconds: float) -> Outcome:
         try:
             check.start()
-            return Accepted(next(self._numbers), wanted, check.check(wanted, cpu_seconds))
+            return CompilingGrammar(next(self._numbers), wanted, check.check(wanted, cpu_seconds))
         except GrammarRefused as refused:
             return refused
         except BaseException:  # of the check: only this grammar's requests fail

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.thinking import Marker, ThinkingState
-from quire.scheduler_proc.structured.backend import Matcher
+from quire.scheduler_proc.structured.backend import GrammarPosition
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class GrammarReader:
         num_matched: tokens that the matcher has accepted through this object.
     """
 
-    matcher: Matcher
+    matcher: GrammarPosition
     thinking: ThinkingState | None
     awaits_thought: bool
     num_matched: int = 0
@@ -53,7 +53,9 @@ class GrammarReader:
 class ConstrainedOutput:
     """The grammar state of one request's output: a function of its tokens."""
 
-    def __init__(self, matcher: Matcher, prompt: list[int], config: EngineConfig, *, expects_thought: bool) -> None:
+    def __init__(
+        self, matcher: GrammarPosition, prompt: list[int], config: EngineConfig, *, expects_thought: bool
+    ) -> None:
         """
         Args:
             prompt: token ids; used only if the model has thinking markers.

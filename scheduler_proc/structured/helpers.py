@@ -3,7 +3,7 @@
 import select
 from collections.abc import Collection
 
-from quire.scheduler_proc.structured.cache import Accepted
+from quire.scheduler_proc.structured.cache import CompilingGrammar
 from quire.scheduler_proc.structured.helper_process import HelperMaker, MaskHelper
 from quire.scheduler_proc.structured.limits import (
     MAX_PRIVATE_BYTES,
@@ -30,7 +30,7 @@ class HelperState:
         self.end = helper
         self.tenant = tenant
         self.is_private = is_private
-        self.grammars: dict[int, Accepted] = {}
+        self.grammars: dict[int, CompilingGrammar] = {}
         self.preparing: set[int] = set()
         self.started_at: float | None = None
         self.heard = now
@@ -46,7 +46,7 @@ class HelperState:
     def send(self, message: ToHelper) -> None:
         self.end.send(message)
 
-    def prepare(self, grammar: Accepted) -> None:
+    def prepare(self, grammar: CompilingGrammar) -> None:
         """Have it compile a grammar, unless it has done so."""
         if grammar.number not in self.grammars:
             self.grammars[grammar.number] = grammar
@@ -128,7 +128,7 @@ class MaskHelpers:
         """Whether there are helpers that ``close_unused`` may close."""
         return bool(self._private or self._old)
 
-    def has_room(self, grammar: Accepted, tenant: int) -> bool:
+    def has_room(self, grammar: CompilingGrammar, tenant: int) -> bool:
         """Whether a grammar has, or can have, a helper of its own."""
         if grammar.number in self._private:
             return True
@@ -138,7 +138,7 @@ class MaskHelpers:
         """Return the number of private helpers of a tenant."""
         return sum(helper.tenant == tenant for helper in self._private.values())
 
-    def helper_for(self, grammar: Accepted, tenant: int, now: float, *, private: bool) -> HelperState | None:
+    def helper_for(self, grammar: CompilingGrammar, tenant: int, now: float, *, private: bool) -> HelperState | None:
         """Return the helper for an output of a grammar, opening it if needed; None if it cannot be opened now."""
         helper = self._private.get(grammar.number) if private else self._shared
         if helper is not None or now < self._retry_at:

@@ -16,7 +16,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.structured.backend import GrammarBusy
 from quire.scheduler_proc.structured.backends import check_backend
-from quire.scheduler_proc.structured.cache import Accepted, GrammarCache, Outcome, Source
+from quire.scheduler_proc.structured.cache import CompilingGrammar, GrammarCache, Outcome, Source
 from quire.scheduler_proc.structured.compile_pool import Check, CompilePool
 from quire.scheduler_proc.structured.drafts import drafts_of
 from quire.scheduler_proc.structured.guard import Guard
@@ -101,7 +101,7 @@ class GrammarManager:
         key, source = (client, request.request_id), source_of(wanted)
         self._masking.discard(key)  # an earlier request with the same id
         outcome = self._cache.get(source)
-        if isinstance(outcome, Accepted) and not outcome.is_expensive:
+        if isinstance(outcome, CompilingGrammar) and not outcome.is_expensive:
             self._masking.add(key, outcome, request.tenant)
             return False
         self._waiting[key] = _Wait(source, request.tenant)
@@ -116,7 +116,7 @@ class GrammarManager:
         return True
 
     def _begin_compiling(
-        self, source: Source, wanted: StructuredOutputs, accepted: Accepted | None, tenant: int
+        self, source: Source, wanted: StructuredOutputs, accepted: CompilingGrammar | None, tenant: int
     ) -> bool:
         """Return whether a grammar will be compiled: by the guard, or in a helper if the guard has accepted it."""
         if accepted is None:
@@ -124,7 +124,7 @@ class GrammarManager:
             return True
         return self._prepare(source, accepted, tenant)
 
-    def _prepare(self, source: Source, accepted: Accepted, tenant: int) -> bool:
+    def _prepare(self, source: Source, accepted: CompilingGrammar, tenant: int) -> bool:
         """Return whether a mask helper will compile a grammar."""
         can = self._masking.prepare(accepted, tenant, self._clock())
         if can:
@@ -148,7 +148,7 @@ class GrammarManager:
 
     def _checked(self, source: Source, outcome: Outcome) -> list[tuple[int, Release | Refuse]]:
         """Handle the outcome of the guard: a helper must compile an accepted grammar before its requests can start."""
-        if not isinstance(outcome, Accepted):
+        if not isinstance(outcome, CompilingGrammar):
             return self._decide_all(source, outcome)
         tenants = [self._waiting[key].tenant for key in self._compiling[source] if self._is_waiting(key, source)]
         if tenants and not self._prepare(source, outcome, tenants[0]):
@@ -241,7 +241,7 @@ class GrammarManager:
     def _put(self, source: Source, outcome: Outcome) -> None:
         """Cache an outcome; the helpers forget the grammars that the cache drops."""
         for dropped in self._cache.put(source, outcome):
-            if isinstance(dropped, Accepted) and dropped is not outcome:
+            if isinstance(dropped, CompilingGrammar) and dropped is not outcome:
                 self._helpers.forget_grammar(dropped.number)
 
 

@@ -13,7 +13,7 @@ from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.requests.events import Fail, Hold, Release
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.backend import Masks
-from quire.scheduler_proc.structured.cache import Accepted
+from quire.scheduler_proc.structured.cache import CompilingGrammar
 from quire.scheduler_proc.structured.drafts import num_invalid
 from quire.scheduler_proc.structured.helpers import HelperState, MaskHelpers
 from quire.scheduler_proc.structured.limits import (
@@ -55,7 +55,7 @@ class Output:
 
     key: Key
     number: int
-    grammar: Accepted
+    grammar: CompilingGrammar
     tenant: int
     helper: HelperState | None = None
     num_sent: int = -1
@@ -116,9 +116,9 @@ class Masking:
         self._held: set[int] = set()
         """Outputs whose masks were late, so that their requests are held until they are there."""
         self._events: Events = []
-        self.refused: list[tuple[Accepted, str]] = []
+        self.refused: list[tuple[CompilingGrammar, str]] = []
         """Grammars that reached a limit, and why later requests are refused."""
-        self.prepared: list[tuple[Accepted, str]] = []
+        self.prepared: list[tuple[CompilingGrammar, str]] = []
         """Grammars that a helper compiled, or why it did not."""
         self._prune_from = 64
 
@@ -128,7 +128,7 @@ class Masking:
     def has_held_requests(self) -> bool:
         return bool(self._held)
 
-    def add(self, key: Key, grammar: Accepted, tenant: int) -> None:
+    def add(self, key: Key, grammar: CompilingGrammar, tenant: int) -> None:
         """Add a request whose grammar was accepted."""
         self.discard(key)
         output = Output(key, next(self._numbers), grammar, tenant)
@@ -363,7 +363,7 @@ class Masking:
         else:
             self._events.append((client, Release(request_id)))
 
-    def prepare(self, grammar: Accepted, tenant: int, now: float) -> bool:
+    def prepare(self, grammar: CompilingGrammar, tenant: int, now: float) -> bool:
         """Have a helper compile a grammar, as ``prepared`` reports. Returns False when no helper can take it."""
         if grammar.is_expensive and not self._helpers.has_room(grammar, tenant):
             return False

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.wire.front_end_messages import Ended
-from quire.scheduler_proc.costs.choice import Choice
+from quire.scheduler_proc.costs.choice import LoadChoice
 from quire.scheduler_proc.requests.request import Request
 
-NO_CHOICE = Choice("")
+NO_CHOICE = LoadChoice("")
 
 
 class Hit(NamedTuple):
@@ -22,7 +22,7 @@ class Hit(NamedTuple):
     num_prompt_tokens: int
     num_tokens: int
     job_id: str
-    choice: Choice
+    choice: LoadChoice
 
     @property
     def num_loaded_tokens(self) -> int:

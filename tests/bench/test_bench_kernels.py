@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from quire.bench.kernels import Found, _report, run
+from quire.bench.kernels import ReceivedResults, _report, run
 from quire.bench.measure.shapes import find_shape
 from quire.bench.worker.cpu_attention import gather_and_attend, spec_of
 from quire.bench.worker.gpu_attention import prefill_flops
 from quire.bench.worker.gpu_step import covered_share, floor_s
-from quire.bench.worker.paged_case import Heads, make_case
+from quire.bench.worker.paged_case import HeadShape, make_case
 from quire.bench.worker.record import Bench, Limits, OutOfTime
 from quire.bench.worker.sections import SECTIONS, choose
-from quire.bench.worker.timing import Clock
+from quire.bench.worker.timing import CallTimer
 from quire.launch.cli import main
 from quire.protocol.errors import ConfigError
 
@@ -27,7 +27,7 @@ LIMITS = Limits(1e9, 2e9, {torch.bfloat16: 1e12})
 
 
 def _bench(deadline: float = float("inf")) -> Bench:
-    return Bench(CPU, Clock(CPU, 0.0), "dry", {}, LIMITS, deadline)
+    return Bench(CPU, CallTimer(CPU, 0.0), "dry", {}, LIMITS, deadline)
 
 
 def _dry_run(folder: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_figures_are_ratios_to_the_limits() -> None:
 
 
 def test_prefill_flops_count_visible_keys() -> None:
-    heads = Heads(4, 2, 8)
+    heads = HeadShape(4, 2, 8)
     pairs = sum(min(10, 7 + i) for i in range(4))  # queries at 6, 7, 8, 9 of 10 tokens
     assert prefill_flops(1, 4, 10, heads) == 4 * pairs * 4 * 8
 
@@ -127,7 +127,7 @@ def test_covered_share_counts_overlaps_once() -> None:
 def test_gather_loop_equals_the_cpu_backend() -> None:
     from quire.worker_proc.attention.cpu import CpuBackend
 
-    heads = Heads(4, 2, 16, 8)
+    heads = HeadShape(4, 2, 16, 8)
     case = make_case([1, 1, 5], [19, 8, 5], heads, torch.float32, CPU, 2, head_major=True)
     for table in case.tables:
         backend = CpuBackend(native=False)
@@ -137,7 +137,7 @@ def test_gather_loop_equals_the_cpu_backend() -> None:
 
 
 def test_crashed_section_is_in_the_notes() -> None:
-    found = Found(plan=["ops"], device={"type": "cpu"})
+    found = ReceivedResults(plan=["ops"], device={"type": "cpu"})
     found.sections["ops"] = {"title": "", "rows": [], "error": "process exited with status 3", "seconds": 0.0}
     found.limits = [{"case": "read", "implementation": "torch", "us": 1.0, "figures": {}, "error": ""}]
     args = argparse.Namespace(quick=False, dry_run=False, time_limit=None)

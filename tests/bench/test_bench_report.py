@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from quire.bench.measure.report import (
-    Report,
+    RunReport,
     Table,
     distribution,
     distribution_row,
@@ -65,8 +65,8 @@ class TestText:
 
 
 class TestReport:
-    def report(self) -> Report:
-        return Report("x", {"n": 1}, {"speed": 2.5}, [Table("t", ("c",), [("r", [1])])], ["a note"])
+    def report(self) -> RunReport:
+        return RunReport("x", {"n": 1}, {"speed": 2.5}, [Table("t", ("c",), [("r", [1])])], ["a note"])
 
     def test_last_line_is_the_json(self) -> None:
         out = io.StringIO()

@@ -15,7 +15,7 @@ from quire.bench.peers import PeerFailed, run_json
 from quire.bench.scheduler import command as scheduler_command
 from quire.bench.scheduler.churn_trace import churn_trace
 from quire.bench.scheduler.command import SHOWN, parse_sections, run
-from quire.bench.scheduler.scheduler_churn import ChurnSizes, Load, load_churn_trace
+from quire.bench.scheduler.scheduler_churn import ChurnLoad, ChurnSizes, load_churn_trace
 from quire.bench.scheduler.scheduler_forks import ForkSizes
 from quire.bench.scheduler.scheduler_layouts import LayoutSizes
 from quire.bench.scheduler.scheduler_loads import LoadSizes, measure_loads
@@ -29,7 +29,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
-LOAD = Load(steps=40, rate=0.5, initial=12, num_blocks=400, max_num_seqs=8)
+LOAD = ChurnLoad(steps=40, rate=0.5, initial=12, num_blocks=400, max_num_seqs=8)
 TINY = Sizes(
     steady=(1, 4),
     steps=6,

@@ -22,7 +22,7 @@ from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
-from quire.replay.workload.workload import Call, Content
+from quire.replay.workload.workload import Call, ContentIds
 from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
 from quire.worker_proc.transfers.pages import page_bytes_of
 
@@ -85,7 +85,7 @@ CONFIG = make_config(block_size=4, max_model_len=64, enable_chunked_prefill=Fals
 def turns(*arrivals: float, contents: int = 4) -> list[Call]:
     """Return a call at each time, by turns of some contents: a prompt of 9 blocks and one token, and 2 tokens."""
     return [
-        Call(number, f"{number}", arrival, 37, 2, Content(range(10), 4, number % contents))
+        Call(number, f"{number}", arrival, 37, 2, ContentIds(range(10), 4, number % contents))
         for number, arrival in enumerate(arrivals)
     ]
 

@@ -10,7 +10,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import online_format
 from quire.replay.costs.chips import CHIPS
 from quire.replay.costs.kernel_tables import KernelTableCost
-from quire.replay.costs.link import Link
+from quire.replay.costs.link import Interconnect
 from quire.replay.costs.models import find_model
 from quire.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.replay.costs.roofline import Roofline
@@ -50,7 +50,7 @@ class TestPairs:
 
 
 def test_all_reduce_is_bound_by_latency_or_bytes() -> None:
-    link = Link(bandwidth=1e9, latency=1e-5)
+    link = Interconnect(bandwidth=1e9, latency=1e-5)
     assert link.all_reduce(1000, 1) == 0
     assert link.all_reduce(0, 8) == pytest.approx(1e-5)
     assert link.all_reduce(1e9, 4) == pytest.approx(6 * (1e-5 + 0.25))

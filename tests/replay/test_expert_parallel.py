@@ -9,7 +9,7 @@ from quire.bench.measure.shapes import SHAPES
 from quire.protocol.errors import ConfigError
 from quire.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
 from quire.replay.costs.layers import load_layer_profile
-from quire.replay.costs.link import Link
+from quire.replay.costs.link import Interconnect
 from quire.replay.costs.parse import parse_cost
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.whatif import prepare
@@ -29,7 +29,7 @@ def decodes(n: int) -> StepShape:
     return StepShape([], n, n * 16, n, 16)
 
 
-LINK = Link(10e9, 2e-6)
+LINK = Interconnect(10e9, 2e-6)
 
 
 def test_a_degree_has_its_own_tables_and_all_reduces(folder: Path) -> None:

@@ -18,7 +18,7 @@ from quire.replay.simulate.fleet import FleetSimulator
 from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop
-from quire.replay.workload.workload import Call, Content
+from quire.replay.workload.workload import Call, ContentIds
 from quire.scheduler_proc.kv.events import KVEventRecorder
 
 SOURCES = {"open": OpenLoop, "closed": ClosedLoop, "concurrency": lambda calls: Concurrency(calls, 5)}
@@ -67,7 +67,7 @@ def test_each_call_ends_once_and_fast_forward_changes_nothing(seed: int, pace: s
 
 
 def test_turns_of_a_conversation_go_where_their_prefix_is() -> None:
-    contents = [Content(list(range(100 * job, 100 * job + 8)), 4, 0) for job in range(4)]
+    contents = [ContentIds(list(range(100 * job, 100 * job + 8)), 4, 0) for job in range(4)]
     calls = [Call(n, f"{n}", 2.0 * (n // 4), 33, 2, contents[n % 4]) for n in range(16)]
     config = random_config(random.Random(1), block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     config = random_config(random.Random(1), block_size=4, enable_prefix_caching=True, max_num_batched_tokens=64)

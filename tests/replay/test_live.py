@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from quire.protocol.errors import ConfigError
-from quire.replay.live import Target, run_live
+from quire.replay.live import LiveTarget, run_live
 from quire.replay.live_prompts import PromptMaker, generate_tokens
 from quire.replay.report.summary import summary
 from quire.replay.run.run_record import RunRecord
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 def call(number: int, prompt: int = 20, output: int = 4, ids: tuple[int, ...] = (), **more: Any) -> Call:
-    return Call(number, f"r{number}", 0.0, prompt, output, Content(ids, 8, 1) if ids else None, **more)
+    return Call(number, f"r{number}", 0.0, prompt, output, ContentIds(ids, 8, 1) if ids else None, **more)
 
 
 def workload(*calls: Call) -> Workload:
@@ -83,8 +83,8 @@ class Stub:
         text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
         return httpx.Response(200, text=text + "data: [DONE]\n\n")
 
-    def run(self, load: Workload, target: Target | None = None, **options: Any) -> RunRecord:
-        return run_live(load, target or Target("http://test"), transport=httpx.MockTransport(self), **options)
+    def run(self, load: Workload, target: LiveTarget | None = None, **options: Any) -> RunRecord:
+        return run_live(load, target or LiveTarget("http://test"), transport=httpx.MockTransport(self), **options)
 
 
 class TestRequests:
@@ -116,7 +116,7 @@ class TestRequests:
     def test_sends_text_and_tokens_of_the_trace(self) -> None:
         stub = Stub()
         calls = workload(call(0, prompt=3, tokens=[1, 2, 1000]), call(1, text="Hello"))
-        record = stub.run(calls, Target("http://test", vocab_size=300), concurrency=1)
+        record = stub.run(calls, LiveTarget("http://test", vocab_size=300), concurrency=1)
         assert [body["prompt"] for body in stub.asked] == [[1, 2, 100], "Hello"]
         assert "1 prompts have token ids beyond the server's vocabulary: ids were taken modulo its size" in record.notes
 
@@ -145,7 +145,7 @@ class TestTooLong:
                 return httpx.Response(400, json={"error": error})
             return Stub()(request)
 
-        record = run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
+        record = run_live(workload(call(0)), LiveTarget("http://test"), transport=httpx.MockTransport(handler))
         assert summary(record)["rejected_reasons"] == {"this has N tokens": 1} and record.extra["errors"] == {}
 
     def test_clips_overlong_prompt(self) -> None:
@@ -160,7 +160,7 @@ class TestTooLong:
 
     def test_applies_limit_of_the_user(self) -> None:
         stub = Stub()
-        stub.run(workload(call(0)), Target("http://test", max_prompt_tokens=10), overlong="clip")
+        stub.run(workload(call(0)), LiveTarget("http://test", max_prompt_tokens=10), overlong="clip")
         assert len(stub.asked[0]["prompt"]) == 10
 
 
@@ -213,7 +213,7 @@ class TestResults:
 )
 def test_rejects_unusable_servers(handler: Callable[[httpx.Request], httpx.Response], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        run_live(workload(call(0)), Target("http://test"), transport=httpx.MockTransport(handler))
+        run_live(workload(call(0)), LiveTarget("http://test"), transport=httpx.MockTransport(handler))
 
 
 def test_generated_tokens_are_uniform_and_repeatable() -> None:
@@ -222,7 +222,7 @@ def test_generated_tokens_are_uniform_and_repeatable() -> None:
     assert len(np.unique(tokens)) > 900
     assert np.array_equal(tokens, generate_tokens(call(0, ids=(1, 2, 3)), 5000, 1024))
     assert not np.array_equal(tokens[:24], generate_tokens(call(0, ids=(1, 2, 4)), 24, 1024))
-    other_space = Call(0, "", 0.0, 24, 1, Content((1, 2, 3), 8, 2))
+    other_space = Call(0, "", 0.0, 24, 1, ContentIds((1, 2, 3), 8, 2))
     assert not np.array_equal(tokens[:8], generate_tokens(other_space, 24, 1024)[:8])
 
 

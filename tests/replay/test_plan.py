@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.launch.cli import main
-from quire.replay.plan.search import Search
+from quire.replay.plan.search import LeastSearch
 from quire.replay.report.figures import attained_share
 from quire.replay.run.run_record import RequestRun, RunRecord
 
@@ -16,7 +16,7 @@ from quire.replay.run.run_record import RequestRun, RunRecord
 @given(first=st.integers(1, 64), length=st.integers(0, 63), enough=st.integers(1, 130))
 def test_search_finds_the_least_number_with_few_tries(first: int, length: int, enough: int) -> None:
     last = first + length
-    search, tried = Search(first, last), []
+    search, tried = LeastSearch(first, last), []
     while (number := search.next_number) is not None:
         assert first <= number <= last and number not in tried
         tried.append(number)

@@ -9,7 +9,7 @@ from quire.launch.cli import main
 from quire.protocol.routing import EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import BlocksRemoved, BlocksStored
 from quire.protocol.wire.router_messages import Placed, Progress, Route
-from quire.router_proc.core.events import CacheChanged, ClientDropped, EngineMeasured, EnginesKnown, RouterEvent
+from quire.router_proc.core.events import CacheChanged, EngineMeasured, EnginesKnown, FrontEndDropped, RouterEvent
 from quire.router_proc.core.router import Router
 from quire.router_proc.trace import Chosen, RouterTrace
 
@@ -25,7 +25,7 @@ EVENTS: list[tuple[RouterEvent, int]] = [
     (Placed(7, 0, 500), 2),
     (Progress([1], []), 1),
     (Route(2, 256, KEYS * 2, "job", adapter=b"A"), 1),
-    (ClientDropped(1), 0),
+    (FrontEndDropped(1), 0),
     (Route(3, 16, KEYS[:8], excluded=[2]), 2),
 ]
 

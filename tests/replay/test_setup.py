@@ -14,7 +14,7 @@ from quire.replay.core.policies import QUIRE
 from quire.replay.costs.cost import ConstantCost
 from quire.replay.simulate.setting_values import parse_setting
 from quire.replay.simulate.setup import INERT, Setup, make_setup, max_blocks, resolve_machine
-from quire.replay.workload.workload import Call, Content
+from quire.replay.workload.workload import Call, ContentIds
 
 CALLS = [Call(0, "a", 0.0, 300, 20), Call(1, "b", 1.0, 90, 10)]
 
@@ -184,7 +184,7 @@ def test_pool_size_follows_the_machine_memory() -> None:
 
 
 def test_infinite_pool_holds_every_block_of_the_workload() -> None:
-    calls = [Call(i, f"{i}", 0.0, 64, 33, Content([0, 1, 2, 10 + i], 16)) for i in range(5)]
+    calls = [Call(i, f"{i}", 0.0, 64, 33, ContentIds([0, 1, 2, 10 + i], 16)) for i in range(5)]
     # 3 shared blocks, 5 last blocks of prompts, 10 of answers, and the blocks that one call, or all, hold at a time
     assert max_blocks(calls, 16, 1) == 3 + 5 + 10 + 7
     assert max_blocks(calls, 16, 256) == 5 * 7

@@ -21,7 +21,7 @@ from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import ClosedLoop, Concurrency, OpenLoop, Source
-from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Content, block_names
+from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, ContentIds, block_names
 
 
 def simulate(
@@ -88,7 +88,7 @@ def test_a_closed_loop_learns_the_pauses_of_tools() -> None:
     calls = []
     for job, tool, pause in (("a", "grep", 0.5), ("b", "build", 9.0)):
         for turn in range(12):
-            content = Content(range(40), 16, len(job))
+            content = ContentIds(range(40), 16, len(job))
             after = len(calls) - 1 if turn else None
             prompt = 64 + 32 * turn
             calls.append(Call(len(calls), f"{job}{turn}", 0.0, prompt, 4, content, job, after, pause, tool=tool))

@@ -8,7 +8,7 @@ from quire.replay.report.summary import summary, tables
 from quire.replay.run.run_record import RunRecord
 from quire.replay.simulate.setup import make_setup
 from quire.replay.simulate.whatif import prepare, run_workload
-from quire.replay.workload.workload import Call, Content
+from quire.replay.workload.workload import Call, ContentIds
 
 SMALL = {"block_size": "16", "num_usable_blocks": "64", "max_model_len": "256"}
 
@@ -22,8 +22,8 @@ def run(calls: list[Call], given: dict[str, str] | None = None, **options: objec
 def turns() -> list[Call]:
     """Return a conversation of two turns; the second contains the first one's answer."""
     ids = list(range(12))
-    first = Call(0, "c/0", 0.0, 48, 40, Content(ids[:3], 16), "c", answer=Content(ids, 16))
-    second = Call(1, "c/1", 0.5, 120, 10, Content(ids[:7], 16), "c", after=0, pause=2.0)
+    first = Call(0, "c/0", 0.0, 48, 40, ContentIds(ids[:3], 16), "c", answer=ContentIds(ids, 16))
+    second = Call(1, "c/1", 0.5, 120, 10, ContentIds(ids[:7], 16), "c", after=0, pause=2.0)
     return [first, second]
 
 
@@ -59,9 +59,9 @@ def test_reports_both_bounds_of_answer_reuse() -> None:
 
 def test_without_hints_the_scheduler_finds_the_turns_of_each_conversation() -> None:
     calls = turns()
-    calls += [Call(2, "d/0", 1.0, 64, 4, Content([50, 51, 52, 53], 16), "d")]
-    calls += [Call(3, "c/2", 1.0, 60, 4, Content([70, 71, 72], 16), "c", after=1, agent="helper")]
-    calls += [Call(4, "d/1", 1.0, 64, 4, Content([90, 91, 92, 93], 16), "d", after=2)]
+    calls += [Call(2, "d/0", 1.0, 64, 4, ContentIds([50, 51, 52, 53], 16), "d")]
+    calls += [Call(3, "c/2", 1.0, 60, 4, ContentIds([70, 71, 72], 16), "c", after=1, agent="helper")]
+    calls += [Call(4, "d/1", 1.0, 64, 4, ContentIds([90, 91, 92, 93], 16), "d", after=2)]
     record = run(calls, {"scheduling_policy": "program"}, closed_loop=True, no_hints=True)
     right = {"turns": 4, "right": 3, "split": 1, "merged": 0}
     of_agents = {"subagent_turns": 1, "subagent_right": 1, "subagent_split": 0, "subagent_merged": 0}
@@ -73,7 +73,7 @@ def test_without_hints_the_scheduler_finds_the_turns_of_each_conversation() -> N
 
 def test_overlong_calls_are_rejected_clipped_or_dropped() -> None:
     calls = turns()
-    calls += [Call(2, "c/2", 1.0, 300, 20, Content(list(range(19)), 16), "c", after=1, pause=3.0)]
+    calls += [Call(2, "c/2", 1.0, 300, 20, ContentIds(list(range(19)), 16), "c", after=1, pause=3.0)]
     calls += [Call(3, "c/3", 2.0, 100, 10, None, "c", after=2, pause=4.0)]
     refused = run(calls, closed_loop=True)
     assert [run.finish for run in refused.requests] == ["length", "length", "rejected", "length"]

@@ -31,7 +31,7 @@ from quire.protocol.wire.router_messages import Route, Routed, RouterToFrontEnd
 from quire.protocol.wire.zmq_channel import ZmqChannel, ZmqHub, frontend_address, kv_events_address, router_address
 from quire.router_proc import loop
 from quire.router_proc.loop import RouterLoop
-from quire.router_proc.sockets import Sockets
+from quire.router_proc.sockets import RouterSockets
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
@@ -87,7 +87,7 @@ class Case:
     def __init__(self, context: "zmq.Context[Any]", root: Path, child: Child, config: RoutingConfig) -> None:
         self.now = 0.0
         self.root, self.context, self.child = root, context, child
-        self.sockets = Sockets(root, 1)
+        self.sockets = RouterSockets(root, 1)
         self.loop = RouterLoop(config, self.sockets, child, root, 1, clock=lambda: self.now)
         self.engines: list[FakeEngine] = []
         self.front_end = ZmqChannel(context, zmq.DEALER, router_address(root, 1), Link(RouterToFrontEnd), bind=False)

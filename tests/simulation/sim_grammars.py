@@ -9,14 +9,14 @@ from inline_helpers import InlineHelpers
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.scheduler_proc.structured.backend import Masks
-from quire.scheduler_proc.structured.cache import Accepted, Outcome, Source
+from quire.scheduler_proc.structured.cache import CompilingGrammar, Outcome, Source
 
 EVEN_TOKENS = 0x55555555
 """A bitmask word that allows even tokens."""
 
 
 class EvenMatcher:
-    """Implements ``backend.Matcher``."""
+    """Implements ``backend.GrammarPosition``."""
 
     is_done = False
     error = ""
@@ -57,7 +57,7 @@ class InlinePool:
         return -1
 
     def submit(self, source: Source, wanted: StructuredOutputs, owner: int) -> None:
-        self._outcomes.append((source, Accepted(next(self._numbers), wanted, 0)))
+        self._outcomes.append((source, CompilingGrammar(next(self._numbers), wanted, 0)))
 
     def withdraw(self, source: Source) -> bool:
         return False  # it was compiled at once

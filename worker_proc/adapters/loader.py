@@ -13,7 +13,7 @@ from quire.protocol.model.adapter_config import AdapterError
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.worker_proc.adapters.packed import PackedAdapter, pack_adapter
-from quire.worker_proc.adapters.slots import AdapterSlots
+from quire.worker_proc.adapters.slots import SlotMemory
 from quire.worker_proc.batch.input_batch import StepRefused
 
 CLOSE_SECONDS = 5.0
@@ -25,7 +25,7 @@ class AdapterLoader:
     load. A load that fails is answered with the reason, and the worker continues.
     """
 
-    def __init__(self, slots: AdapterSlots, model: ModelConfig, wake: Callable[[], None]) -> None:
+    def __init__(self, slots: SlotMemory, model: ModelConfig, wake: Callable[[], None]) -> None:
         """
         Args:
             wake: called in the thread whenever ``take_answers`` has more to return.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels.cpu.weight_memory import allocate_alone
-from quire.kernels.lora.lora import Part
+from quire.kernels.lora.lora import LoraPart
 from quire.protocol.model.adapter import Adapter, AdapterPart, AdapterTensor
 from quire.protocol.model.adapter_config import AdapterError
-from quire.worker_proc.models.sites import AdapterSites, Target, aligned_bytes
+from quire.worker_proc.models.sites import AdapterSites, SiteTarget, aligned_bytes
 
-Placed = tuple[AdapterPart, Target]
+Placed = tuple[AdapterPart, SiteTarget]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class PackedAdapter:
     dtype: torch.dtype
     places: tuple[_Place, ...]
 
-    def parts(self, memory: torch.Tensor) -> dict[int, list[Part]]:
+    def parts(self, memory: torch.Tensor) -> dict[int, list[LoraPart]]:
         """Return the parts by the number of their site. ``memory``: that of this adapter, or a copy of it."""
-        found: dict[int, list[Part]] = {}
+        found: dict[int, list[LoraPart]] = {}
         for place in self.places:
-            part = Part(*self.matrices(place, memory), place.first, place.scale)
+            part = LoraPart(*self.matrices(place, memory), place.first, place.scale)
             found.setdefault(place.site, []).append(part)
         return found
 
@@ -96,7 +96,7 @@ def _joined(adapter: Adapter, sites: AdapterSites) -> list[list[Placed]]:
     return groups
 
 
-def _adjoin(group: Sequence[Placed], part: AdapterPart, target: Target) -> bool:
+def _adjoin(group: Sequence[Placed], part: AdapterPart, target: SiteTarget) -> bool:
     last, before = group[-1]
     follows = before.site == target.site and before.first + before.cut.num_rows == target.first
     return follows and last.a is part.a and last.scale == part.scale

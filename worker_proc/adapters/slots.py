@@ -12,7 +12,7 @@ from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.sites import AdapterSites
 
 
-class AdapterSlots:
+class SlotMemory:
     """Owns the memory of the slots, and which adapter is in each.
 
     On a CPU a slot has pointers to the adapter's copy in host memory. On a GPU it has memory of its own: for an adapter

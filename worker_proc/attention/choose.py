@@ -32,7 +32,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ChosenBackend:
     """``description``: name, and version or mode, for the log."""
 
     backend: AttentionBackend
@@ -50,7 +50,7 @@ class BackendFactory(Protocol):
         Unsupported: it cannot run here, or lacks a feature.
     """
 
-    def __call__(self, config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen: ...
+    def __call__(self, config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend: ...
 
 
 def pick_backend(
@@ -138,7 +138,7 @@ def _cpu(config: EngineConfig) -> AttentionBackend:
     return backend
 
 
-def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
+def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
     _require(TritonBackend.supports, needs, gpu)
@@ -146,10 +146,10 @@ def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
         backend = TritonBackend(max_rows=config.max_num_seqs, deterministic=config.deterministic)
     except RuntimeError as error:
         raise Unsupported(str(error)) from None
-    return Chosen(backend, "triton (fixed split of keys)" if config.deterministic else "triton")
+    return ChosenBackend(backend, "triton (fixed split of keys)" if config.deterministic else "triton")
 
 
-def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
+def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
     from quire.worker_proc.attention import flashinfer_backend
 
     _require(flashinfer_backend.FlashInferBackend.supports, needs, gpu)
@@ -158,10 +158,10 @@ def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     except IMPORT_FAILURES as error:
         raise Unsupported(f"cannot load the library ({error}): {install_command('flashinfer')}") from None
     mebibytes = flashinfer_backend.WORKSPACE_BYTES // 2**20
-    return Chosen(backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)")
+    return ChosenBackend(backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)")
 
 
-def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
+def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
     """Choose the first version of the library that is installed and supports the needed features."""
     from quire.worker_proc.attention.flash_attn_backend import VERSIONS, FlashAttnBackend
 
@@ -175,7 +175,7 @@ def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
         except Unsupported as error:
             reasons.append(f"{version.name}: {error}")
         else:
-            return Chosen(FlashAttnBackend(library), f"flash_attn ({library.name})")
+            return ChosenBackend(FlashAttnBackend(library), f"flash_attn ({library.name})")
     raise Unsupported("; ".join(reasons) + f" ({install_command('flash-attn')} installs version 2)")
 
 

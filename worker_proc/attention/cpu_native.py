@@ -30,7 +30,7 @@ ERRORS = {
 }
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """``QuireStep`` of ``attention_structs.h``, field by field."""
 
     _fields_ = (
@@ -41,16 +41,16 @@ class Step(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, other: "Step") -> "Step":
+    def of(cls, other: "NativeStep") -> "NativeStep":
         """Return a copy."""
         return cls.from_buffer_copy(other)
 
-    def assign(self, other: "Step") -> None:
+    def assign(self, other: "NativeStep") -> None:
         """Overwrite all fields in place."""
         ctypes.pointer(self)[0] = other
 
 
-class Layer(ctypes.Structure):
+class NativeLayer(ctypes.Structure):
     """``QuireLayer`` of ``attention_structs.h``, field by field."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Tokens(ctypes.Structure):
+class NativeTokens(ctypes.Structure):
     """``QuireTokens`` of ``attention_structs.h``, field by field."""
 
     _fields_ = (
@@ -76,7 +76,7 @@ class Tokens(ctypes.Structure):
 class NativePlan:
     """A step in the library's layout, and what keeps the memory that it points to."""
 
-    step: Step
+    step: NativeStep
     batch: StepBatch
     prefixes: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None
 
@@ -86,7 +86,7 @@ class NativeAttention:
 
     def __init__(self, native: Native) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        step, layer, tokens = ctypes.POINTER(Step), ctypes.POINTER(Layer), ctypes.POINTER(Tokens)
+        step, layer, tokens = ctypes.POINTER(NativeStep), ctypes.POINTER(NativeLayer), ctypes.POINTER(NativeTokens)
         self._attention = native.function(
             "quire_attention", pointer, pointer, number, number, pointer, step, layer, returns=number
         )
@@ -110,7 +110,7 @@ class NativeAttention:
         if min(len(table), len(batch.seq_lens), len(batch.query_start_loc) - 1) < batch.num_rows:
             raise ValueError(f"a tensor of the step has fewer than {batch.num_rows} rows")
         prefixes = _prefixes(batch)
-        step = Step(
+        step = NativeStep(
             table.data_ptr(),
             batch.query_start_loc.data_ptr(),
             batch.seq_lens.data_ptr(),
@@ -137,7 +137,7 @@ class NativeAttention:
         """Make two calls: norms, rotation (queries in place) and cache write in one float32 pass, then attention."""
         start, size = _dense(qkv).data_ptr(), qkv.element_size()
         token_stride, head_stride, _ = qkv.stride()
-        tokens = Tokens(
+        tokens = NativeTokens(
             token_stride=token_stride,
             head_stride=head_stride,
             value_token_stride=token_stride,
@@ -159,7 +159,9 @@ class NativeAttention:
         require_no_error(self._prologue(tokens, kv_cache.data_ptr(), plan.step, layer))
         return self._attend(qkv[:, : spec.num_heads], kv_cache, plan, layer)
 
-    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, plan: NativePlan, layer: Layer) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, plan: NativePlan, layer: NativeLayer
+    ) -> torch.Tensor:
         """Compute attention of ``query``: ``[num_tokens, num_heads, head_dim]``, may be strided."""
         if len(query) != plan.step.num_tokens:
             raise ValueError(f"query: {len(query)} tokens, expected {plan.step.num_tokens}")
@@ -182,7 +184,7 @@ def _prefixes(batch: StepBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
     return of_row, np.array([prefix.length for prefix in batch.prefixes], np.int32)
 
 
-def _set_rotary(tokens: Tokens, rotary: Rotary, num_tokens: int) -> None:
+def _set_rotary(tokens: NativeTokens, rotary: Rotary, num_tokens: int) -> None:
     table, positions = rotary.table, rotary.positions
     assert table.is_contiguous() and positions.is_contiguous()
     assert positions.dtype is torch.int64 and len(positions) == num_tokens
@@ -192,12 +194,12 @@ def _set_rotary(tokens: Tokens, rotary: Rotary, num_tokens: int) -> None:
     tokens.max_position, tokens.rotary_dim = table.shape[1:]
 
 
-def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan: NativePlan) -> Layer:
+def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan: NativePlan) -> NativeLayer:
     _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
     if block_size != plan.step.block_size or kv_heads != spec.num_kv_heads or head_dim != spec.head_dim:
         raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not match the step and the layer")
     assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
-    return Layer(
+    return NativeLayer(
         *(None if x is None else _pointer(x, torch.float32) for x in (spec.sinks, spec.k_scale, spec.v_scale)),
         spec.num_heads,
         kv_heads,

@@ -9,7 +9,7 @@ from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.rope import rotate
 
 
-class Attention(Protocol):
+class CachedAttention(Protocol):
     """Cache write and attention, without norms and rotation."""
 
     def forward(
@@ -35,7 +35,7 @@ class Attention(Protocol):
 
 
 def attend_unfused(
-    attention: Attention,
+    attention: CachedAttention,
     qkv: torch.Tensor,
     kv_cache: torch.Tensor,
     plan: object,

@@ -26,7 +26,7 @@ class RowStore(Protocol):
     def clear_row(self, row: int) -> None: ...
 
 
-class Column:
+class RowColumn:
     """One value or short vector per row: a NumPy array or tensor of shape ``[max_rows, ...]``."""
 
     def __init__(self, data: Any, empty: Any = 0) -> None:
@@ -170,7 +170,7 @@ class InputBatch:
         self._stores.append(store)
 
     def _column(self, dtype: npt.DTypeLike, empty: Any = 0) -> npt.NDArray[Any]:
-        column = Column(np.full(self.max_rows, empty, dtype), empty)
+        column = RowColumn(np.full(self.max_rows, empty, dtype), empty)
         self.register(column)
         return column.data  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded_plan import NotRecordable, RecordedPlan, record
 from quire.protocol.process.log import event_logger
 from quire.worker_proc.attention.cpu import CpuBackend
-from quire.worker_proc.attention.cpu_native import NativePlan, Step, require_no_error
+from quire.worker_proc.attention.cpu_native import NativePlan, NativeStep, require_no_error
 from quire.worker_proc.execute.device_inputs import DeviceInputs
 from quire.worker_proc.execute.forward import Forward
 
@@ -35,7 +35,7 @@ class _Pass:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    steps: list[Step]
+    steps: list[NativeStep]
     plan: RecordedPlan
     hidden: torch.Tensor
     scores: torch.Tensor
@@ -107,7 +107,7 @@ class ForwardPasses:
     ) -> _Pass | None:
         forward, model = self._forward, self._forward.model
         token_ids, positions = sent.token_ids.clone(), sent.positions.clone()
-        own = [NativePlan(Step.of(plan.step), plan.batch, plan.prefixes) for plan in plans]
+        own = [NativePlan(NativeStep.of(plan.step), plan.batch, plan.prefixes) for plan in plans]
 
         def body() -> tuple[torch.Tensor, torch.Tensor]:
             hidden = forward.hidden(token_ids, positions, own)

@@ -7,7 +7,7 @@ import torch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.execute.step_extras import NO_EXTRAS, StepExtras
-from quire.worker_proc.sampling.sampler import Sampled
+from quire.worker_proc.sampling.sampler import SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class LaunchedStep:
     inputs: StepInputs | None = None
     sampled_rows: torch.Tensor | None = None
     logits: torch.Tensor | None = None
-    sampled: Sampled | None = None
+    sampled: SampledTokens | None = None
     steady: bool = False
     extras: StepExtras = NO_EXTRAS
     failure: str = ""

@@ -11,12 +11,12 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
-from quire.worker_proc.adapters.slots import AdapterSlots
+from quire.worker_proc.adapters.slots import SlotMemory
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.block_copies import BlockCopies
 from quire.worker_proc.batch.diff_check import DiffCheck
 from quire.worker_proc.batch.group_tables import make_block_tables
-from quire.worker_proc.batch.input_batch import Column, InputBatch, StepRefused
+from quire.worker_proc.batch.input_batch import InputBatch, RowColumn, StepRefused
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches, kernel_block_size
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
@@ -28,21 +28,21 @@ from quire.worker_proc.execute.forward import Forward
 from quire.worker_proc.execute.forward_passes import ForwardPasses
 from quire.worker_proc.execute.launched_step import LaunchedStep
 from quire.worker_proc.execute.pending_result import (
+    DeviceTimer,
     HostCopies,
     HostCopy,
     NothingSampled,
     PendingResult,
     SampledResult,
-    StepClock,
     result_tensors,
 )
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable
-from quire.worker_proc.execute.steady_decode import SteadyDecode
+from quire.worker_proc.execute.steady_decode import SteadyLauncher
 from quire.worker_proc.execute.step_extras import NO_EXTRAS, ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
-from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.sampler import SampledTokens, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 HANDLES_UNSENT = np.full(1, -1, np.int32)
@@ -86,16 +86,16 @@ class ModelRunner:
             self._transfer,
         )
         self.batch.register(self.tables)
-        self.adapters = None if model.build.adapters is None else AdapterSlots(model.build.adapters, self._transfer)
+        self.adapters = None if model.build.adapters is None else SlotMemory(model.build.adapters, self._transfer)
         self._diffs = DiffCheck(self.batch, self.tables, config, self.adapters.slot_of if self.adapters else {})
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
-        self.batch.register(Column(self.last_sampled))
+        self.batch.register(RowColumn(self.last_sampled))
         self.sampler = Sampler(self.batch, config, device, transfer=self._transfer)
         self.history = TokenHistory(self.batch)
         self._proposer = make_proposer(config, self.batch, device, draft)
         self._rejection = make_rejection(config, self.batch, self._proposer)
-        self._clock = StepClock()
+        self._clock = DeviceTimer()
         self._step = 0
         self._sampling_handles = HANDLES_UNSENT
         self._copies = HostCopies(device)
@@ -114,7 +114,7 @@ class ModelRunner:
         self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
         self.steady = None
         if not backend.needs_host_lengths and config.model.generates:
-            self.steady = SteadyDecode.make(
+            self.steady = SteadyLauncher.make(
                 config, self.forward, self.batch, self.last_sampled, self._transfer, self._copies
             )
 
@@ -230,7 +230,7 @@ class ModelRunner:
         extras = self._extras.of_decode(None)
         self._transfer.send()
         output = self.steady.launch(sampling=sampling)
-        sampled, logits = (output, None) if isinstance(output, Sampled) else (None, output)
+        sampled, logits = (output, None) if isinstance(output, SampledTokens) else (None, output)
         return LaunchedStep(step.step, began, positions, None, None, logits, sampled, steady=True, extras=extras)
 
     def _launch_verify(self, step: SchedulerOutput, began: float, inputs: StepInputs) -> LaunchedStep:
@@ -312,7 +312,7 @@ class ModelRunner:
 
     # ---- advance
 
-    def _advance(self, launched: LaunchedStep, sampled: Sampled | None) -> PendingResult:
+    def _advance(self, launched: LaunchedStep, sampled: SampledTokens | None) -> PendingResult:
         """Advance the rows by their computed and accepted tokens."""
         batch, inputs, positions = self.batch, launched.inputs, launched.positions
         rows = positions.rows
@@ -337,7 +337,7 @@ class ModelRunner:
         batch.num_known[rows] += 1
         return self._result(launched, sampled, rows, copy, None)
 
-    def _advance_by_drafts(self, launched: LaunchedStep, sampled: Sampled, copy: HostCopy) -> PendingResult:
+    def _advance_by_drafts(self, launched: LaunchedStep, sampled: SampledTokens, copy: HostCopy) -> PendingResult:
         """Advance rows with draft tokens; waits for the device, because the next step needs the accepted counts."""
         batch, positions = self.batch, launched.positions
         tokens = copy.arrays()[0][: len(positions)]
@@ -351,7 +351,7 @@ class ModelRunner:
         return self._result(launched, sampled, rows, copy, accepted)
 
     def _result(
-        self, launched: LaunchedStep, sampled: Sampled, rows: Ints, copy: HostCopy, accepted: Accepted | None
+        self, launched: LaunchedStep, sampled: SampledTokens, rows: Ints, copy: HostCopy, accepted: Accepted | None
     ) -> SampledResult:
         self.sampler.accepted(launched.positions, sampled.tokens, accepted)
         row_handles = self.batch.handles[rows].copy()

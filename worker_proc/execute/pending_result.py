@@ -15,7 +15,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.execute.step_extras import NO_EXTRAS, StepExtras, logprob_arrays
 from quire.worker_proc.sampling.accept import Accepted
-from quire.worker_proc.sampling.sampler import Sampled
+from quire.worker_proc.sampling.sampler import SampledTokens
 
 
 class PendingResult(Protocol):
@@ -35,7 +35,7 @@ class PendingResult(Protocol):
         ...
 
 
-class StepClock:
+class DeviceTimer:
     """Measures the device time of steps: of two overlapping steps, the second starts when the first has ended."""
 
     def __init__(self) -> None:
@@ -93,12 +93,12 @@ class SampledResult:
         handles: as in ``ModelRunnerOutput``: None if they are the same as in the previous result.
         row_handles: handles of the sampled rows, never None.
         copy: copy of ``result_tensors(sampled, extras)``.
-        end: ends the step in ``StepClock`` and returns its seconds.
+        end: ends the step in ``DeviceTimer`` and returns its seconds.
         accepted: accepted draft tokens; None for a step without drafts.
     """
 
     step: int
-    sampled: Sampled
+    sampled: SampledTokens
     handles: npt.NDArray[np.int32] | None
     row_handles: npt.NDArray[np.int32]
     copy: "HostCopy"
@@ -150,7 +150,7 @@ class SampledResult:
         return Logprobs(rows[picked].tolist(), logprob_arrays(arrays[:3]).take(picked))
 
 
-def result_tensors(sampled: Sampled | None, extras: StepExtras) -> list[torch.Tensor]:
+def result_tensors(sampled: SampledTokens | None, extras: StepExtras) -> list[torch.Tensor]:
     """Return what the host needs of a step: tokens, bad, log probabilities of tokens, then the tensors of extras."""
     tensors = [] if sampled is None else [sampled.tokens, sampled.bad]
     if sampled is not None and sampled.logprobs is not None:

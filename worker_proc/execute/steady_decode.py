@@ -14,10 +14,10 @@ from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.forward import Forward
 from quire.worker_proc.execute.pending_result import HostCopies
 from quire.worker_proc.execute.verify_step import VerifyStep
-from quire.worker_proc.sampling.sampler import Sampled
+from quire.worker_proc.sampling.sampler import SampledTokens
 
 
-class SteadyDecode:
+class SteadyLauncher:
     """Launches steps in which every row computes one token, its last one.
 
     Owns the flag whether the device's columns are up to date; any other step makes them stale.
@@ -46,7 +46,7 @@ class SteadyDecode:
         last_sampled: torch.Tensor,
         transfer: Transfer,
         copies: HostCopies,
-    ) -> "SteadyDecode":
+    ) -> "SteadyLauncher":
         """Make the steps and their graphs; attention must not need lengths on the host."""
         step, verify = DecodeStep(forward, last_sampled, transfer), None
         if config.num_speculative_tokens:
@@ -110,7 +110,7 @@ class SteadyDecode:
         for table in self._tables.tables:
             table.slots(rows, self._batch.num_computed[rows].astype(np.int64))
 
-    def launch(self, *, sampling: bool) -> Sampled | torch.Tensor:
+    def launch(self, *, sampling: bool) -> SampledTokens | torch.Tensor:
         """Run the step with or without sampling; the caller advances the batch.
 
         Returns:
@@ -121,4 +121,4 @@ class SteadyDecode:
         self._copies.before_next()
         logits = self.graphs.run(n, sampling=sampling)
         step = self.graphs.step
-        return Sampled(step.sampled[:n], step.bad[:n]) if logits is None else logits
+        return SampledTokens(step.sampled[:n], step.bad[:n]) if logits is None else logits

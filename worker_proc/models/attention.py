@@ -8,7 +8,7 @@ import torch
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
-from quire.worker_proc.models.weights import Build, Heads, Rows
+from quire.worker_proc.models.weights import Build, HeadShare, Rows
 
 
 class Attention(Module):
@@ -23,7 +23,7 @@ class Attention(Module):
         self.config = config
         self.build = build
         self.num_kv_heads, self.head_dim = config.kv_shape(layer)
-        self.heads = heads = Heads.of_rank(
+        self.heads = heads = HeadShare.of_rank(
             config.num_heads, self.num_kv_heads, build.parallel.rank, build.parallel.size
         )
         self.owns_cache = config.cache_source(layer) == layer

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.lora.lora import AdapterRows, Part, SlotTable
+from quire.kernels.lora.lora import AdapterRows, LoraPart, SlotTable
 from quire.worker_proc.models.weight_slot import Cut
 
 ALIGNMENT = 64
@@ -18,7 +18,7 @@ Add = Callable[[torch.Tensor, torch.Tensor, SlotTable, AdapterRows], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SiteTarget:
     """The place of a projection: in the site ``site``, whose outputs from ``first`` on are this rank's ``cut``."""
 
     site: int
@@ -50,7 +50,7 @@ class AdapterSites:
         self.num_slots, self.max_rank, self.dtype, self.device = num_slots, max_rank, dtype, torch.device(device)
         self.add = add
         self.active = self.changes_experts = False
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, SiteTarget] = {}
         self._tables: list[SlotTable] = []
         self.rows = AdapterRows(max_tokens, num_slots, self.device)
         self._routed = AdapterRows(max_tokens, num_slots, self.device)
@@ -69,13 +69,13 @@ class AdapterSites:
             self._routed_sites.add(len(self._tables))
         first = 0
         for cut in cuts:
-            self.targets[f"{layer}.{cut.name}"] = Target(len(self._tables), cut, first)
+            self.targets[f"{layer}.{cut.name}"] = SiteTarget(len(self._tables), cut, first)
             first += cut.num_rows
         sizes = (cuts[0].num_columns, first, len(cuts), self.max_rank)
         self._tables.append(SlotTable(self.num_slots, *sizes, self.dtype, self.device))
         return Site(self, self._tables[-1], self._routed if routed else self.rows)
 
-    def set_slot(self, slot: int, parts: Mapping[int, Sequence[Part]]) -> None:
+    def set_slot(self, slot: int, parts: Mapping[int, Sequence[LoraPart]]) -> None:
         """Replace the adapter in a slot of all sites. ``parts``: by the number of their site."""
         self._is_routed[slot] = not self._routed_sites.isdisjoint(parts)
         for number, table in enumerate(self._tables):

@@ -22,7 +22,7 @@ Projection = Linear | RowParts | Adapted
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadShare:
     """A rank's share of the attention heads.
 
     With more ranks than KV heads, all ranks whose query heads read a KV head hold a copy of it (``kv_replicas``).
@@ -35,7 +35,7 @@ class Heads:
     kv_replicas: int
 
     @classmethod
-    def of_rank(cls, num_heads: int, kv_heads: int, rank: int, size: int) -> "Heads":
+    def of_rank(cls, num_heads: int, kv_heads: int, rank: int, size: int) -> "HeadShare":
         if num_heads % size or (kv_heads % size and size % kv_heads):
             raise ConfigError(
                 f"tensor_parallel_size {size} does not divide the model's {num_heads} heads and {kv_heads} KV heads"

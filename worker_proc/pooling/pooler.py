@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
-from quire.worker_proc.batch.input_batch import Column, InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch, RowColumn
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
@@ -34,7 +34,7 @@ class Pooler:
         if pooling.pooling != "last":
             shape = batch.max_rows, model.config.hidden_size
             self.held = torch.zeros(shape, dtype=torch.float32, device=model.build.device)
-            batch.register(Column(self.held))
+            batch.register(RowColumn(self.held))
 
     def targets(self, inputs: StepInputs) -> "PoolTargets | None":
         """Find what the step computes for pooled rows; None if it has none."""

@@ -39,7 +39,7 @@ class SampledLogprobs:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledTokens:
     """One token per sampled position.
 
     Attributes:
@@ -148,7 +148,7 @@ class Sampler:
         positions: SampledPositions,
         masks: TokenMasks | None = None,
         choose: Choose | None = None,
-    ) -> Sampled:
+    ) -> SampledTokens:
         """Sample a token for each of ``positions``, as if the drafts before it were output tokens.
 
         Args:
@@ -178,7 +178,7 @@ class Sampler:
                 source[wanted.beams] = logits[wanted.index[wanted.beams]]
             values = token_logprobs(source, tokens[wanted.index], wanted.num_best)
             logprobs = SampledLogprobs(wanted.at.tolist(), values)
-        return Sampled(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
+        return SampledTokens(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
 
     def probabilities(self, logits: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
         """Return the distributions that ``sample`` drew from: float32 ``[len(positions), vocab]``, one-hot if greedy.

@@ -20,7 +20,7 @@ from quire.kernels.cpu.page_moves import OUTCOMES, Bytes, PageMoves
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.transfer_messages import DiskContents, DiskPages, MoveKind
 from quire.worker_proc.transfers.host import HostTier
-from quire.worker_proc.transfers.parts import Part, one_line
+from quire.worker_proc.transfers.parts import CopyPart, one_line
 
 log = event_logger("worker")
 
@@ -95,13 +95,13 @@ def _reason_of(error: Exception) -> str:
 class _Job:
     """A part, and how many threads are at it since ``began``."""
 
-    part: Part
+    part: CopyPart
     work: FileWork
     running: int = 0
     began: float = 0.0
 
 
-class DiskTier:
+class DiskFile:
     """Owns a rank's file of pages, the queues of its loads and writes, and the threads that read and write.
 
     Threads share a load. A page is written only while no load waits or runs, so that at most
@@ -137,7 +137,7 @@ class DiskTier:
         self._scanning = SCAN_THREADS
         self._start(SCAN_THREADS, partial(self._run_scan, found))
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: CopyPart) -> None:
         if part.kind is MoveKind.DEMOTE and isinstance(self._host, str):
             part.fail(range(len(part.indices)), self._host)
             part.ended(part)

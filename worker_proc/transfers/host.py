@@ -9,8 +9,8 @@ import numpy as np
 
 from quire.kernels.cpu.page_moves import OUTCOMES, PageMoves
 from quire.protocol.wire.transfer_messages import HostPages, MoveKind
-from quire.worker_proc.transfers.pages import HostMemory
-from quire.worker_proc.transfers.parts import Part, one_line
+from quire.worker_proc.transfers.pages import MappedPages
+from quire.worker_proc.transfers.parts import CopyPart, one_line
 
 NO_MEMORY = OUTCOMES.index("host memory was truncated")
 
@@ -19,7 +19,7 @@ NO_MEMORY = OUTCOMES.index("host memory was truncated")
 class _Queued:
     """A part in a queue: the first ``done`` blocks are copied."""
 
-    part: Part
+    part: CopyPart
     done: int = 0
 
 
@@ -35,7 +35,7 @@ class HostTier:
         Raises:
             MapFailed: the memory cannot be used.
         """
-        self.memory = HostMemory(message)
+        self.memory = MappedPages(message)
         self._copies = copies
         self._stop = np.zeros(1, np.int64)
         """Ends the store that is running: a load waits, or the tier is closed."""
@@ -46,7 +46,7 @@ class HostTier:
         self._closing = False
         self._thread: Thread | None = None
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: CopyPart) -> None:
         with self._changed:
             if self._closing:
                 part.drop()
@@ -89,7 +89,7 @@ class HostTier:
             self._stop[0] = self._closing
             return None if self._closing else self._loads or self._stores
 
-    def _copy(self, part: Part, start: int) -> int:
+    def _copy(self, part: CopyPart, start: int) -> int:
         """Copy the blocks from ``start`` on, and return where the copy ended."""
         began = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class HostTier:
         part.seconds += time.perf_counter() - began
         return end
 
-    def _copy_backed(self, part: Part, start: int) -> int:
+    def _copy_backed(self, part: CopyPart, start: int) -> int:
         moves, backed = part.moves.take(slice(start, None)), self.memory.backed_pages()
         is_load = part.kind is MoveKind.LOAD
         inside = moves.pages < len(backed)

@@ -17,10 +17,10 @@ from quire.protocol.wire.transfer_messages import (
     MoveKind,
 )
 from quire.worker_proc.batch.input_batch import StepRefused
-from quire.worker_proc.transfers.disk import DiskTier
+from quire.worker_proc.transfers.disk import DiskFile
 from quire.worker_proc.transfers.host import HostTier
 from quire.worker_proc.transfers.pages import MapFailed, layout_hash, page_bytes_of
-from quire.worker_proc.transfers.parts import Part, Pending
+from quire.worker_proc.transfers.parts import CopyPart, Pending
 
 
 class BlockMover:
@@ -52,7 +52,7 @@ class BlockMover:
         self._layouts = [group.layout for group in groups]
         self._num_groups, self._num_blocks, self._wake = len(groups), num_blocks, wake
         self._host: HostTier | str = "there is no host memory"
-        self._disk: DiskTier | str = "there is no disk"
+        self._disk: DiskFile | str = "there is no disk"
         self._host_ids, self._disk_ids = range(0), range(0)
         self._lock = Lock()
         self._answers: list[BlocksMoved | DiskContents] = []
@@ -99,7 +99,7 @@ class BlockMover:
         if message.first_page < self._host_ids.stop or not 0 < message.key_bytes <= MAX_KEY_BYTES:
             raise StepRefused(f"DiskPages from page {message.first_page} on with keys of {message.key_bytes} bytes")
         self._disk_ids = range(message.first_page + 1, message.first_page + message.num_pages)
-        self._disk = DiskTier(message, self._native, self._copies, self._host)
+        self._disk = DiskFile(message, self._native, self._copies, self._host)
         if message.read_contents:
             self._disk.read_contents(self._answer)
 
@@ -119,7 +119,7 @@ class BlockMover:
                 continue
             indices, taken = np.flatnonzero(which).tolist(), moves.take(which)
             own = replace(taken, pages=taken.pages - np.int32(first))
-            part = Part(kind, own, taken.pages, indices, pending.ended, on_disk=tier is self._disk)
+            part = CopyPart(kind, own, taken.pages, indices, pending.ended, on_disk=tier is self._disk)
             if isinstance(tier, str):
                 part.fail(range(len(indices)), tier)
                 pending.ended(part)

@@ -67,7 +67,7 @@ def page_bytes_of(groups: Sequence[BlockGroup]) -> int:
     return -(-(HEADER.itemsize + max(group.num_bytes for group in groups)) // ALIGNMENT) * ALIGNMENT
 
 
-class HostMemory:
+class MappedPages:
     """This process's map of a rank's host memory. The memory itself belongs to the scheduler."""
 
     def __init__(self, message: HostPages) -> None:

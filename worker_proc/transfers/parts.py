@@ -9,7 +9,7 @@ from quire.protocol.wire.transfer_messages import BlocksMoved, MoveKind
 
 
 @dataclass(slots=True)
-class Part:
+class CopyPart:
     """Blocks to copy, and what has become of them. Belongs to one tier until that has called ``ended``.
 
     Attributes:
@@ -24,7 +24,7 @@ class Part:
     moves: Moves
     pages: Int32
     indices: Sequence[int]
-    ended: Callable[["Part"], None]
+    ended: Callable[["CopyPart"], None]
     on_disk: bool
     seconds: float = 0.0
     failures: dict[int, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Pending:
         self._failures: dict[int, str] = {}
         self._seconds = self._disk_seconds = 0.0
 
-    def ended(self, part: Part) -> None:
+    def ended(self, part: CopyPart) -> None:
         with self._lock:
             self._left -= 1
             self._failures |= part.failures

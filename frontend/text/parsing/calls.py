@@ -16,8 +16,8 @@ from quire.frontend.text.parsing.templates import Region
 from quire.frontend.text.parsing.values import (
     ANY_TYPES,
     NAME,
-    Call,
     Malformed,
+    ParsedCall,
     as_json,
     calls_of,
     decode_json,
@@ -142,7 +142,7 @@ class LateCalls:
         return [Piece(number, name if is_new else None, arguments)]
 
 
-def _whole(call: Call, number: int) -> Piece:
+def _whole(call: ParsedCall, number: int) -> Piece:
     return Piece(number, call.name, as_json(call.arguments))
 
 

@@ -23,7 +23,7 @@ class Malformed(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     name: str
     arguments: Mapping[str, Any]
 
@@ -59,7 +59,7 @@ def _refuse(constant: str) -> None:
 DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def calls_of(body: str, region: Region, captures: Mapping[str, str]) -> list[Call]:
+def calls_of(body: str, region: Region, captures: Mapping[str, str]) -> list[ParsedCall]:
     """Return the calls of one region; raise Malformed if it has none, or something else."""
     args, transform = region.args or {}, region.transform
     if region.content == "python" or (transform == WHOLE_CALL and region.content == "json"):
@@ -79,7 +79,7 @@ def calls_of(body: str, region: Region, captures: Mapping[str, str]) -> list[Cal
     return [_call(item, needs_arguments=region.is_bare) for item in found]
 
 
-def _call(value: Any, *, needs_arguments: bool) -> Call:
+def _call(value: Any, *, needs_arguments: bool) -> ParsedCall:
     function = _object(_object(value).get("function", value))
     name = function.get(NAME)
     others = function.keys() - {NAME, "type", "id"}  # such as "args": a call without its arguments would be wrong
@@ -90,7 +90,7 @@ def _call(value: Any, *, needs_arguments: bool) -> Call:
         arguments = decode_json(arguments)
     if not isinstance(name, str) or not name:
         raise Malformed
-    return Call(name, _object(arguments))
+    return ParsedCall(name, _object(arguments))
 
 
 def _object(value: Any) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from quire.kernels.attention.attention_tiles import (
 )
 from quire.kernels.attention.attention_work import (
     NO_SLOT,
-    Cut,
+    CutRule,
     QueryTiles,
     Visible,
     cut_tiles,
@@ -117,7 +117,7 @@ def test_pieces_partition_the_visible_keys(
     tiles = tile_rows(lens, seqs, np.arange(len(rows)), tile_tokens, visible)
     assert tiles.num_tokens.sum() == lens.sum()
     num_prefix = int(visible.prefix_len > 0)
-    work = cut_tiles(tiles, Cut(capacity, min_piece), tile_tokens, num_prefix, first_slot=7)
+    work = cut_tiles(tiles, CutRule(capacity, min_piece), tile_tokens, num_prefix, first_slot=7)
     found = check_pieces(tiles, work.pieces)
 
     # Bounds: at most tiles + capacity pieces, and none longer than 1.5 times its share.
@@ -148,7 +148,7 @@ def test_long_rows_are_cut_and_equal_rows_stay_whole() -> None:
     def pieces_of(seqs: list[int]) -> list[int]:
         lens = np.ones(len(seqs), dtype=np.int64)
         tiles = tile_rows(lens, np.array(seqs), np.arange(len(seqs)), 1, Visible())
-        return np.bincount(cut_tiles(tiles, Cut(66), 1).pieces[:, 0]).tolist()
+        return np.bincount(cut_tiles(tiles, CutRule(66), 1).pieces[:, 0]).tolist()
 
     assert pieces_of([4096] * 64) == [1] * 64
     assert pieces_of([4096] * 1000) == [1] * 1000
@@ -163,7 +163,7 @@ def test_fixed_pieces_end_at_multiples(rows: list[tuple[int, int]], visible: Vis
     lens = np.array([query_len for query_len, _ in rows])
     seqs = lens + np.array([context for _, context in rows])
     tiles = tile_rows(lens, seqs, np.arange(len(rows)), 64, visible)
-    work = cut_tiles(tiles, Cut(1, fixed_split=512), 64)
+    work = cut_tiles(tiles, CutRule(1, fixed_split=512), 64)
     check_pieces(tiles, work.pieces)
     for key_start, key_end in work.pieces[:, 2:4]:
         assert key_start // 512 == (key_end - 1) // 512
@@ -172,7 +172,7 @@ def test_fixed_pieces_end_at_multiples(rows: list[tuple[int, int]], visible: Vis
 @settings(deadline=None, max_examples=50)
 @given(st.integers(1, 200), st.sampled_from([16, 272, 5000]), st.sampled_from([1, 8, 64]), st.integers(1, 30))
 def test_a_prefix_pass_covers_every_token_and_key(num_tokens: int, prefix_len: int, tile: int, capacity: int) -> None:
-    pieces, num_partials = prefix_pieces(num_tokens, prefix_len, tile, Cut(capacity))
+    pieces, num_partials = prefix_pieces(num_tokens, prefix_len, tile, CutRule(capacity))
     assert len(pieces) == -(-num_tokens // tile) * num_partials
     for first in range(0, num_tokens, tile):
         own = pieces[pieces[:, 1] == first]

@@ -10,7 +10,7 @@ import torch
 from quire.kernels.cpu.lora import CpuAdapters
 from quire.kernels.cpu.native import Native
 from quire.kernels.cpu.recorded_plan import record
-from quire.kernels.lora.lora import NO_SLOT, TOLERANCES, AdapterRows, Part, SlotTable, add_adapters_reference
+from quire.kernels.lora.lora import NO_SLOT, TOLERANCES, AdapterRows, LoraPart, SlotTable, add_adapters_reference
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 200
@@ -60,14 +60,14 @@ class Case:
         inner.copy_(torch.randn(rows, width, generator=self.rng))
         return inner
 
-    def part(self, shape: Shape, dtype: torch.dtype) -> Part:
+    def part(self, shape: Shape, dtype: torch.dtype) -> LoraPart:
         rank, first, outputs = shape
         sizes = 64, rank * self.inputs, 64, rank * outputs, 64
         memory = torch.full((sum(sizes),), torch.nan, dtype=dtype)
         _, a, _, b, _ = memory.split(sizes)
         a.copy_(torch.randn(len(a), generator=self.rng) / self.inputs**0.5)
         b.copy_(torch.randn(len(b), generator=self.rng))
-        return Part(a.view(rank, self.inputs), b.view(rank, outputs), first, 0.7)
+        return LoraPart(a.view(rank, self.inputs), b.view(rank, outputs), first, 0.7)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``y`` with the addends, and the allowed difference, in float64."""

@@ -8,7 +8,7 @@ from quire.kernels.lora.lora import (
     NO_SLOT,
     TILE_ROWS,
     AdapterRows,
-    Part,
+    LoraPart,
     SlotTable,
     add_adapters,
 )
@@ -20,8 +20,8 @@ def make_table() -> SlotTable:
     return SlotTable(3, 4, 10, max_parts=2, max_rank=8, dtype=torch.float32, device=CPU)
 
 
-def make_part(rank: int = 2, outputs: int = 5, first: int = 0, scale: float = 0.5) -> Part:
-    return Part(torch.randn(rank, 4), torch.randn(rank, outputs), first, scale)
+def make_part(rank: int = 2, outputs: int = 5, first: int = 0, scale: float = 0.5) -> LoraPart:
+    return LoraPart(torch.randn(rank, 4), torch.randn(rank, outputs), first, scale)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 100])
@@ -65,13 +65,13 @@ def test_rows_that_do_not_fit() -> None:
         ([make_part(outputs=6), make_part(first=5)], r"parts\[1\]: output 5 belongs to another part"),
         ([make_part(rank=9)], r"parts\[0\]: rank is 9, expected 1 to 8"),
         ([make_part(first=6)], r"parts\[0\]: outputs 6 to 11, expected 0 to 10"),
-        ([Part(torch.zeros(2, 5), torch.zeros(2, 5), 0, 1.0)], r"a: dimension 1 \(inputs\) is 5, expected 4"),
-        ([Part(torch.zeros(2, 4), torch.zeros(3, 5), 0, 1.0)], r"b: dimension 0 \(rank\) is 3, expected 2"),
-        ([Part(torch.zeros(2, 4).half(), torch.zeros(2, 5), 0, 1.0)], "a: dtype"),
-        ([Part(torch.zeros(2, 8)[:, :4], torch.zeros(2, 5), 0, 1.0)], "contiguous"),
+        ([LoraPart(torch.zeros(2, 5), torch.zeros(2, 5), 0, 1.0)], r"a: dimension 1 \(inputs\) is 5, expected 4"),
+        ([LoraPart(torch.zeros(2, 4), torch.zeros(3, 5), 0, 1.0)], r"b: dimension 0 \(rank\) is 3, expected 2"),
+        ([LoraPart(torch.zeros(2, 4).half(), torch.zeros(2, 5), 0, 1.0)], "a: dtype"),
+        ([LoraPart(torch.zeros(2, 8)[:, :4], torch.zeros(2, 5), 0, 1.0)], "contiguous"),
     ],
 )
-def test_parts_that_a_kernel_would_misread(parts: list[Part], message: str) -> None:
+def test_parts_that_a_kernel_would_misread(parts: list[LoraPart], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_table().set(0, parts)
 
@@ -95,7 +95,7 @@ def test_tensors_that_a_kernel_would_misread() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_reference_adds_the_product_of_dense_matrices(dtype: torch.dtype) -> None:
     table, rows = SlotTable(3, 4, 10, 2, 8, dtype, CPU), AdapterRows(6, 3, CPU)
-    parts = [Part(torch.randn(r, 4).to(dtype), torch.randn(r, 3).to(dtype), f, 0.25) for r, f in ((2, 0), (5, 4))]
+    parts = [LoraPart(torch.randn(r, 4).to(dtype), torch.randn(r, 3).to(dtype), f, 0.25) for r, f in ((2, 0), (5, 4))]
     table.set(1, parts)
     table.set(2, parts[:1])
     table.clear(2)

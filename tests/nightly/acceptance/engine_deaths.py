@@ -20,7 +20,7 @@ from live_streams import StreamRequest, make_requests
 from raw_http import connected
 from tqdm import tqdm
 
-from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 Event = Literal["engine", "scheduler", "worker", "router", "restart"]
@@ -245,7 +245,7 @@ def _is_engine(process: psutil.Process, engine: int) -> bool:
         return False
 
 
-def make_report(args: argparse.Namespace, outcome: EngineOutcome) -> Report:
+def make_report(args: argparse.Namespace, outcome: EngineOutcome) -> RunReport:
     names = (
         "engines",
         "streams",
@@ -257,7 +257,7 @@ def make_report(args: argparse.Namespace, outcome: EngineOutcome) -> Report:
         "seed",
         "serve_args",
     )
-    report = Report("engines", {name: getattr(args, name) for name in names})
+    report = RunReport("engines", {name: getattr(args, name) for name in names})
     gaps = {**outcome.gaps, "all kills": [gap for event in (*KILLS, "router") for gap in outcome.gaps.get(event, ())]}
     rows = []
     for event, values in gaps.items():

@@ -20,7 +20,7 @@ from raw_http import get
 from tqdm import tqdm
 
 from quire.bench.measure.http_client import parse_metrics
-from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 Kind = Literal["worker", "worker-stop", "scheduler", "frontend", "supervisor"]
@@ -284,10 +284,10 @@ def _count(outcome: Outcome, counts: AnswerCounts) -> None:
     outcome.problems += counts.examples
 
 
-def make_report(args: argparse.Namespace, outcome: Outcome) -> Report:
+def make_report(args: argparse.Namespace, outcome: Outcome) -> RunReport:
     names = ("kill", "count", "streams", "tensor_parallel_size", "api_server_count", "deterministic", "standby", "seed")
     names = (*names, "serve_args")
-    report = Report("faults", {name: getattr(args, name) for name in names})
+    report = RunReport("faults", {name: getattr(args, name) for name in names})
     measures = {"noticed": "noticed", "next_token": "next token", "all_tokens": "all streams", "gone": "all gone"}
     rows = []
     for kind in KINDS:

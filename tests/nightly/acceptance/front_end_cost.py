@@ -16,7 +16,7 @@ import uvloop
 from own_server import Target, serving
 from timed_streams import TimedStream, drive, read_answer
 
-from quire.bench.measure.report import Report, Table, distribution, rounded
+from quire.bench.measure.report import RunReport, Table, distribution, rounded
 from quire.protocol.errors import ConfigError
 
 WORDS = ("time", "day", "name", "story", "garden", "river", "small", "old", "little", "house", "water", "light", "road")
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def measure(target: Target, args: argparse.Namespace) -> Report:
+def measure(target: Target, args: argparse.Namespace) -> RunReport:
     """Run all rounds of all counts of streams in turn, and report the cheapest round of each count."""
     found: dict[int, list[dict[str, Any]]] = {count: [] for count in args.num_streams}
     for _ in range(args.rounds):
@@ -73,7 +73,7 @@ def measure(target: Target, args: argparse.Namespace) -> Report:
     return make_report({name: vars(args)[name] for name in names}, found)
 
 
-def make_report(settings: dict[str, Any], found: dict[int, list[dict[str, Any]]]) -> Report:
+def make_report(settings: dict[str, Any], found: dict[int, list[dict[str, Any]]]) -> RunReport:
     """``found``: the figures of each round, by number of streams."""
     best: dict[int, dict[str, Any]] = {}
     for count, figures in found.items():
@@ -90,7 +90,7 @@ def make_report(settings: dict[str, Any], found: dict[int, list[dict[str, Any]]]
     costs = [each["us_per_token"] for each in best.values()]
     ratio = costs[-1] / costs[0] if len(costs) > 1 and None not in costs else None
     by_count = {str(count): {**best[count], "rounds": found[count]} for count in found}
-    report = Report("cost", settings, rounded({"streams": by_count, "last_over_first": ratio}, 3))
+    report = RunReport("cost", settings, rounded({"streams": by_count, "last_over_first": ratio}, 3))
     columns = {
         "us/token": "us_per_token",
         "median": "median_us_per_token",

@@ -20,7 +20,7 @@ from own_server import Target, serving
 from raw_http import connected
 from trace_share import RequestShare, count_shares
 
-from quire.bench.measure.report import Report, Table, format_value, rounded
+from quire.bench.measure.report import RunReport, Table, format_value, rounded
 from quire.protocol.errors import ConfigError
 from quire.replay.recorded.reader import TraceReader
 
@@ -188,10 +188,10 @@ def honest_bodies(count: int, seed: int) -> list[bytes]:
     ]
 
 
-def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> Report:
+def make_report(settings: dict[str, Any], rounds: Mapping[str, Round]) -> RunReport:
     """``rounds``: the calm one and those with an attack."""
     calm = rounds[CALM]
-    report = Report("hostile", settings)
+    report = RunReport("hostile", settings)
     results: dict[str, Any] = {}
     rows: list[tuple[str, Sequence[float | str | None]]] = []
     for name, made in rounds.items():

@@ -17,7 +17,7 @@ import httpx
 from adapters import make_adapter
 from own_server import Holdings, Target, serving
 
-from quire.bench.measure.report import Report, Table, distribution, rounded
+from quire.bench.measure.report import RunReport, Table, distribution, rounded
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-async def _measure(target: Target, names: Sequence[str], args: argparse.Namespace) -> Report:
+async def _measure(target: Target, names: Sequence[str], args: argparse.Namespace) -> RunReport:
     limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(300.0)
     async with httpx.AsyncClient(base_url=target.url, limits=limits, timeout=timeout, trust_env=False) as http:
         base = (await http.get("/v1/models")).json()["data"][0]["id"]
@@ -210,9 +210,9 @@ def _growth(before: dict[str, Holdings], after: dict[str, Holdings]) -> dict[str
     return {name: (held.rss - before[name].rss) / 2**20 for name, held in after.items() if name in before}
 
 
-def _report(settings: dict[str, Any], results: dict[str, Any]) -> Report:
+def _report(settings: dict[str, Any], results: dict[str, Any]) -> RunReport:
     names = ("count", "num_requests", "concurrency", "rank", "max_loras", "max_cpu_loras", "rounds", "seed")
-    report = Report("adapters", {name: settings[name] for name in names}, results)
+    report = RunReport("adapters", {name: settings[name] for name in names}, results)
     rows: list[tuple[str, list[float | str | None]]] = [
         (name, [results[name]]) for name in ("adapters", "distinct_answers", "requests", "wrong", "requests_per_s")
     ]

@@ -16,7 +16,7 @@ import uvloop
 from own_server import Target, busy_shares, is_clean, serving
 from timed_streams import StreamedAnswer, TimedStream, drive, read_answer
 
-from quire.bench.measure.report import DISTRIBUTION_COLUMNS, Report, Table, distribution, distribution_row, rounded
+from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 from quire.protocol.errors import ConfigError
 
 VOCABULARY = range(3, 1000)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def measure(target: Target, args: argparse.Namespace) -> Report:
+def measure(target: Target, args: argparse.Namespace) -> RunReport:
     """Run the load of ``args`` against ``target``."""
     draw = random.Random(args.seed)
     prompts = [draw.choices(VOCABULARY, k=PROMPT_LEN) for _ in range(NUM_PROMPTS)]
@@ -101,7 +101,7 @@ def make_report(
     answers: Sequence[StreamedAnswer],
     side: Sequence[StreamedAnswer],
     output_len: int,
-) -> Report:
+) -> RunReport:
     """``answers``: those of the streams, in order; answers ``i + k * NUM_PROMPTS`` have the same prompt."""
     faults = Counter(fault for answer in answers if (fault := _fault(answer, output_len)))
     side_faults = Counter(fault for answer in side if (fault := _fault(answer, 1)))
@@ -127,7 +127,7 @@ def make_report(
         "output_tokens": num_tokens,
         "prompts_with_several_texts": sum(len(seen) > 1 for seen in texts.values()),
     }
-    report = Report("streams", settings, rounded(results, 3))
+    report = RunReport("streams", settings, rounded(results, 3))
     report.tables += _tables(results)
     report.notes += [f"lost: {count} x {fault}" for fault, count in (faults + side_faults).items()]
     return report

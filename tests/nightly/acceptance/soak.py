@@ -16,7 +16,7 @@ from raw_http import Connection, Reply, connected
 from soak_requests import LEAVES, SoakRequest, draw_request
 from tqdm import tqdm
 
-from quire.bench.measure.report import Report, Table, rounded
+from quire.bench.measure.report import RunReport, Table, rounded
 from quire.protocol.errors import ConfigError
 
 MIB = 2**20
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-async def measure(target: Target, args: argparse.Namespace) -> Report:
+async def measure(target: Target, args: argparse.Namespace) -> RunReport:
     """Run the load on ``target`` and measure its processes meanwhile."""
     before = target.settled()
     samples: list[Sample] = [Sample(0, target.holdings())]
@@ -138,7 +138,7 @@ async def _leave(target: Target, raw: bytes, where: str, chance: float) -> None:
                         return
 
 
-def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Outcome, warm_up: int) -> Report:
+def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Outcome, warm_up: int) -> RunReport:
     """``samples``: in order; the last is of the settled server."""
     rows = []
     growth: dict[str, dict[str, float]] = {}
@@ -166,7 +166,7 @@ def make_report(settings: dict[str, Any], samples: Sequence[Sample], outcome: Ou
         name: [[at, round(held.rss / MIB, 1), round(held.pss / MIB, 1), held.num_fds] for at, held in points]
         for name, points in _by_process(samples)
     }
-    report = Report("soak", settings, rounded({"growth": growth}, 3))
+    report = RunReport("soak", settings, rounded({"growth": growth}, 3))
     report.results |= {"grew": grew, "kinds": dict(outcome.kinds), "faults": dict(outcome.faults), "curves": curves}
     columns = ("RSS, MiB", "RSS per 10,000", "PSS per 10,000", "fds first", "most", "last", "threads")
     report.tables.append(Table("process", columns, rows))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.router_proc.core import index as index_module
-from quire.router_proc.core.index import MEDIA, BlockIndex, Hit, counted_group, keys_of
+from quire.router_proc.core.index import MEDIA, BlockIndex, CachedPrefix, counted_group, keys_of
 
 Contents = set[tuple[int, str, bytes]]
 ENGINES = (0, 1, 9, 63)
@@ -75,7 +75,7 @@ def test_finds_prefixes_of_long_prompts(length: int, ends: list[int]) -> None:
     index = BlockIndex()
     for engine, end in zip(ENGINES, ends, strict=True):
         index.stored(engine, hashes[:end], "device")
-    expected = {engine: Hit(min(end, length)) for engine, end in zip(ENGINES, ends, strict=True) if end}
+    expected = {engine: CachedPrefix(min(end, length)) for engine, end in zip(ENGINES, ends, strict=True) if end}
     assert index.hits(keys(hashes)) == expected
 
 
@@ -91,9 +91,9 @@ def test_a_hole_ends_a_prefix_or_stays_unnoticed(length: int, holes: list[tuple[
             present[engine] -= set(range(start, start + size))
         index.stored(engine, [hashes[at] for at in sorted(present[engine])], "device")
     found = index.hits(keys(hashes))
-    assert found[ENGINES[0]] == Hit(length)
+    assert found[ENGINES[0]] == CachedPrefix(length)
     for engine in ENGINES:
-        end = found.get(engine, Hit(0)).num_blocks
+        end = found.get(engine, CachedPrefix(0)).num_blocks
         assert end not in present[engine] and end >= min(set(range(length + 1)) - present[engine])
         assert not end or end - 1 in present[engine]
 
@@ -104,7 +104,7 @@ def test_tells_the_media_of_a_prefix() -> None:
     index.stored(2, hashes[:20], "device")
     index.stored(2, hashes[10:30], "host")
     index.stored(2, hashes[20:36], "disk")
-    assert index.hits(keys(hashes)) == {2: Hit(36, 10, 6)}
+    assert index.hits(keys(hashes)) == {2: CachedPrefix(36, 10, 6)}
     index.cleared(2, "device")
     assert index.hits(keys(hashes)) == {}
 
@@ -115,16 +115,18 @@ def test_notes_an_engine_that_has_more_blocks_than_its_pool() -> None:
     index.limit(0, 100)
     index.stored(0, hashes[:100], "device")
     index.stored(1, hashes, "device")
-    assert index.hits(keys(hashes)) == {0: Hit(100), 1: Hit(101)}
+    assert index.hits(keys(hashes)) == {0: CachedPrefix(100), 1: CachedPrefix(101)}
     assert not index.overfull
     index.stored(0, hashes[100:], "device")
     index.apply()
     assert index.overfull == {0}
     index.removed(0, hashes[3:], "device")
-    assert index.hits(keys(hashes)) == {0: Hit(3), 1: Hit(101)}, "the same as if it had been applied at once"
+    assert index.hits(keys(hashes)) == {0: CachedPrefix(3), 1: CachedPrefix(101)}, (
+        "the same as if it had been applied at once"
+    )
     assert index.overfull == {0}
     index.forget(0)
-    assert index.hits(keys(hashes)) == {1: Hit(101)}
+    assert index.hits(keys(hashes)) == {1: CachedPrefix(101)}
     index.stored(0, hashes[:1], "device")
     assert index.num_blocks(0) == 1 and not index.overfull
     index.check()

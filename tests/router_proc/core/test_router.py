@@ -15,9 +15,9 @@ from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
 from quire.router_proc.core.events import (
     CacheChanged,
     CacheForgotten,
-    ClientDropped,
     EngineMeasured,
     EnginesKnown,
+    FrontEndDropped,
     RouterEvent,
 )
 from quire.router_proc.core.router import Router
@@ -242,7 +242,7 @@ def test_an_engine_that_reports_more_than_its_pool_holds_is_noted_until_it_is_fo
 def test_a_front_end_that_disconnects_takes_its_requests_along() -> None:
     router = make(2)
     router.consume(Route(1, 1000), client=1)
-    router.consume(ClientDropped(1))
+    router.consume(FrontEndDropped(1))
     router.check()
     assert router.take_messages() == []
     assert [ask(router, ticket, length=1).engine for ticket in (2, 3)] == [1, 0]
@@ -280,7 +280,7 @@ EVENTS = st.one_of(
         PLACES,
         st.integers(1, 2),
     ),
-    st.builds(ClientDropped, st.integers(0, 1)),
+    st.builds(FrontEndDropped, st.integers(0, 1)),
 )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.scheduler_proc.costs.choice import MESSAGES_S, Choice, Prefix, Queue, choose
+from quire.scheduler_proc.costs.choice import MESSAGES_S, LoadChoice, Prefix, WorkAhead, choose
 from quire.scheduler_proc.costs.costs import PROBE_INTERVAL, Costs, CostState, Prefill
 from quire.scheduler_proc.costs.fit import MEMORY, Fit
 
@@ -108,7 +108,7 @@ def test_the_costs_of_another_load_hold_until_an_observation_contradicts_them(fa
 
 KNOWN = costs_of([(0, 512, 0, 0.512)], [(64, 0.064)])
 """1 ms per token and per page."""
-IDLE = Queue(Prefill(), 512, 0, 0.0)
+IDLE = WorkAhead(Prefill(), 512, 0, 0.0)
 
 
 def prefix(tokens: int, *, block_size: int = 16, pages: int | None = None) -> Prefix:
@@ -136,9 +136,9 @@ def test_a_choice_is_the_least_of_what_it_knows(
 ) -> None:
     costs = costs_of(steps, loads)
     found = Prefix(32, 32 + 16 * blocks, 32 + 16 * blocks + more, {"host": range(2, 2 + blocks)}, block_size)
-    choice = choose(costs, found, Queue(Prefill.between(0, ahead), 2048, 8, load_seconds))
+    choice = choose(costs, found, WorkAhead(Prefill.between(0, ahead), 2048, 8, load_seconds))
     if not costs.knows({"host": blocks}):
-        assert choice == Choice("load")
+        assert choice == LoadChoice("load")
         return
     assert choice.load_seconds >= 0.0 and choice.compute_seconds >= 0.0
     if choice.kind == "split":
@@ -171,4 +171,4 @@ def test_pages_of_several_tiers_add_up() -> None:
     assert choose(costs, both, IDLE).load_seconds == pytest.approx(1.09, rel=0.01)
     assert choose(costs, both, IDLE).kind == "load"
     unknown = Prefix(0, 1600, 1601, {"tape": range(100)}, 0)
-    assert choose(costs, unknown, IDLE) == Choice("load")
+    assert choose(costs, unknown, IDLE) == LoadChoice("load")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.replay.formats.content import chain_ids
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 SETTINGS = {
     "rtxpro6000_llama31-8b": {"max_num_seqs": "128", "num_usable_blocks": "36115"},
@@ -34,7 +34,7 @@ def measured_workload(folder: Path) -> Workload:
     calls = []
     with gzip.open(folder / "workload.jsonl.gz", "rt", encoding="utf-8") as file:
         for number, line in enumerate(map(json.loads, file)):
-            content = Content(chain_ids(array("i", line["input_tok_ids"]), 16), 16)
+            content = ContentIds(chain_ids(array("i", line["input_tok_ids"]), 16), 16)
             times = line["arrival_time_ns"] / 1e9
             calls.append(Call(number, f"{number}", times, line["input_toks"], line["output_toks"], content))
     return Workload("measured", str(folder), calls)

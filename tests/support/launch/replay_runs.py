@@ -15,7 +15,7 @@ from quire.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
-from quire.replay.workload.workload import Call, Content
+from quire.replay.workload.workload import Call, ContentIds
 
 BLOCK_SIZE, NUM_BLOCKS, BUDGET = 16, 120, 256
 
@@ -28,7 +28,7 @@ def simulated_run(num_blocks: int = NUM_BLOCKS, scheduling_policy: Literal["fcfs
     calls = []
     for number in range(60):
         talk = number % 12
-        content = Content([talk * 100 + i for i in range(1 + number // 12 * 4)], BLOCK_SIZE)
+        content = ContentIds([talk * 100 + i for i in range(1 + number // 12 * 4)], BLOCK_SIZE)
         prompt = BLOCK_SIZE * len(content.ids) + int(rng.integers(4, 60))
         calls.append(
             Call(number, f"call {number}", number * 0.03, prompt, int(rng.integers(20, 120)), content, f"talk {talk}")

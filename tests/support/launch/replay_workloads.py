@@ -7,7 +7,7 @@ from scheduler_driver import make_config
 
 from quire.protocol.config import EngineConfig
 from quire.replay.run.step_shape import StepShape
-from quire.replay.workload.workload import Call, Content, Workload
+from quire.replay.workload.workload import Call, ContentIds, Workload
 
 
 class AffineCost:
@@ -37,7 +37,7 @@ def random_calls(rng: random.Random, count: int, *, span: float = 4.0, most_toke
                 arrival,
                 rng.randrange(1, most_tokens),
                 rng.randrange(1, most_tokens),
-                rng.choice((None, Content(ids, 4, rng.randrange(2)))),
+                rng.choice((None, ContentIds(ids, 4, rng.randrange(2)))),
                 conversation=f"{rng.randrange(3)}",
                 after=after,
                 pause=rng.random(),

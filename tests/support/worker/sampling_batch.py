@@ -11,7 +11,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
-from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.sampler import SampledTokens, Sampler
 
 CPU = torch.device("cpu")
 
@@ -42,6 +42,6 @@ def batch_of(
     return batch, sampler
 
 
-def sample_each(sampler: Sampler, logits: torch.Tensor) -> Sampled:
+def sample_each(sampler: Sampler, logits: torch.Tensor) -> SampledTokens:
     """Sample one token for each of the first rows."""
     return sampler.sample(logits, SampledPositions.one_per_row(np.arange(len(logits))))

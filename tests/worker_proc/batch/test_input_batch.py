@@ -13,7 +13,7 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.block_table import BlockTable
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
-from quire.worker_proc.batch.input_batch import Column, InputBatch
+from quire.worker_proc.batch.input_batch import InputBatch, RowColumn
 
 MAX_ROWS, MAX_LEN = 6, 12
 COLUMNS = (
@@ -73,7 +73,7 @@ class World:
         self.table = BlockTable(4, MAX_ROWS, MAX_LEN, 10_000, torch.device("cpu"))
         self.batch.register(MultiGroupBlockTable([self.table]))
         self.extra = torch.zeros(MAX_ROWS, 2)
-        self.batch.register(Column(self.extra))
+        self.batch.register(RowColumn(self.extra))
         self.held: dict[int, tuple[NewRequestData, list[int]]] = {}
 
     def change(self, removed: list[int], new: list[tuple[NewRequestData, list[int]]]) -> BatchUpdate | None:

@@ -9,7 +9,7 @@ from sampling_batch import batch_of, sample_each
 
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.logprobs import token_logprobs
-from quire.worker_proc.sampling.sampler import Sampled
+from quire.worker_proc.sampling.sampler import SampledTokens
 
 VOCAB = 24
 EDITS: dict[str, Any] = {"logit_bias": {3: 1.5, 4: -1.0}, "allowed_token_ids": list(range(2, VOCAB))}
@@ -19,12 +19,12 @@ def some_logits(rows: int) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def sample(logits: torch.Tensor, rows: list[dict[str, Any]], mode: str, **settings: Any) -> Sampled:
+def sample(logits: torch.Tensor, rows: list[dict[str, Any]], mode: str, **settings: Any) -> SampledTokens:
     _, sampler = batch_of([(i, 3, params) for i, params in enumerate(rows)], VOCAB, logprobs_mode=mode, **settings)
     return sample_each(sampler, logits.clone())
 
 
-def check(sampled: Sampled, distributions: torch.Tensor, at: list[int]) -> None:
+def check(sampled: SampledTokens, distributions: torch.Tensor, at: list[int]) -> None:
     """``distributions``: float64 logits ``[num_rows, vocab]``."""
     assert sampled.logprobs is not None and sampled.logprobs.at == at
     reported = sampled.logprobs.logprobs

@@ -11,12 +11,12 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.noise import uniform
-from quire.worker_proc.sampling.sampler import Sampled
+from quire.worker_proc.sampling.sampler import SampledTokens
 
 VOCAB = 24
 
 
-def sample(logits: torch.Tensor, rows: list[tuple[int, int, dict[str, Any]]]) -> Sampled:
+def sample(logits: torch.Tensor, rows: list[tuple[int, int, dict[str, Any]]]) -> SampledTokens:
     return sample_each(batch_of(rows, logits.shape[-1])[1], logits)
 
 

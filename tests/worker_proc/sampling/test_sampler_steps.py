@@ -13,7 +13,7 @@ from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import accept_drafts
-from quire.worker_proc.sampling.sampler import Sampled, Sampler
+from quire.worker_proc.sampling.sampler import SampledTokens, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
 VOCAB = 40
@@ -40,7 +40,7 @@ def some_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def sample(logits: torch.Tensor, rows: list[dict[str, Any]], **settings: Any) -> Sampled:
+def sample(logits: torch.Tensor, rows: list[dict[str, Any]], **settings: Any) -> SampledTokens:
     """Sample rows with seeds 0, 1, ... and three known tokens 0 each, without changing ``logits``."""
     _, sampler = batch_of([(i, 3, params) for i, params in enumerate(rows)], VOCAB, **settings)
     return sample_each(sampler, logits.clone())
@@ -56,7 +56,7 @@ def fresh(seed: int, prompt: list[int], answer: list[int], params: dict[str, Any
     return batch, sampler
 
 
-def tokens_and_logprobs(sampled: Sampled) -> tuple[list[int], list[Any]]:
+def tokens_and_logprobs(sampled: SampledTokens) -> tuple[list[int], list[Any]]:
     assert sampled.logprobs is not None
     return sampled.tokens.tolist(), sampled.logprobs.logprobs.values.tolist()
 

@@ -20,7 +20,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.transfer_messages import DiskPages, MoveBlocks
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.transfers import disk as disk_tier
-from quire.worker_proc.transfers.disk import WRITERS, DiskTier, open_pages
+from quire.worker_proc.transfers.disk import WRITERS, DiskFile, open_pages
 
 HOST, DISK = 6, 8
 """Numbers of pages; the ids of those on disk are 7 to 13."""
@@ -313,7 +313,7 @@ class Gate:
     """Stops the threads of the disk before each call until the test lets them continue; notes what they do."""
 
     def __init__(self, pool: Pool) -> None:
-        assert isinstance(pool.mover._disk, DiskTier)
+        assert isinstance(pool.mover._disk, DiskFile)
         self.done: list[str] = []
         self.arrived, self.opened = threading.Semaphore(0), threading.Semaphore(0)
         self._file = pool.mover._disk._opened()
@@ -343,7 +343,7 @@ def test_loads_overtake_queued_writes_and_the_rest_of_running_ones(pool: Pool, d
 
 def test_all_writers_continue_after_a_load(pool: Pool, disk: Disk) -> None:
     pool.run(move(False, [1], [9]))
-    assert isinstance(pool.mover._disk, DiskTier)
+    assert isinstance(pool.mover._disk, DiskFile)
     file, opened, together = pool.mover._disk._opened(), threading.Event(), threading.Barrier(WRITERS)
     plain = file.move
 
@@ -442,7 +442,7 @@ def test_an_error_of_a_copy_is_an_answer(pool: Pool, disk: Disk) -> None:
     def broken(*_: object, **__: object) -> None:
         raise MemoryError("no\nmemory")
 
-    assert isinstance(pool.mover._disk, DiskTier)
+    assert isinstance(pool.mover._disk, DiskFile)
     pool.mover._disk._opened().move = broken  # type: ignore[method-assign]
     answer = pool.run(move(True, [1, 2], [7, 8]))
     assert answer.failed == [0, 1] and answer.reason == "MemoryError: no memory"

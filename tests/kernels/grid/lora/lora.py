@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.lora.lora import NO_SLOT, TOLERANCES, AdapterRows, Part, SlotTable, launch_adapters
+from quire.kernels.lora.lora import NO_SLOT, TOLERANCES, AdapterRows, LoraPart, SlotTable, launch_adapters
 
 NUM_SLOTS, MAX_RANK = 4, 80
 
@@ -36,7 +36,7 @@ def test_equals_reference(
     table = SlotTable(NUM_SLOTS, inputs, outputs, 3, MAX_RANK, dtype, device)
     for slot, parts in enumerate(slots):
         tensors = [
-            Part(
+            LoraPart(
                 (torch.randn(rank, inputs, generator=rng) / inputs**0.5).to(dtype).to(device),
                 torch.randn(rank, width, generator=rng).to(dtype).to(device),
                 first,
