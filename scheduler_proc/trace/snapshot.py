@@ -75,7 +75,7 @@ class Table(msgspec.Struct, array_like=True, frozen=True):
     """Objects of one class, which have successive numbers.
 
     Attributes:
-        name: of a class with ``fields``, a container, or another kind of values.
+        name: of a class with ``fields`` (``state_name``), a container, or another kind of values.
         columns: by field; of containers, their lengths and then their contents, one after the other.
     """
 
@@ -129,8 +129,23 @@ def take(scheduler: Scheduler, public: Callable[[Any], Any] | None = None) -> tu
     return found, writer.live
 
 
+def state_name(kind: type) -> str:
+    """Return the name of a class in a snapshot: with its file, but without its folders, between which files move."""
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
+
+
 def decode_snapshot(data: bytes) -> Snapshot:
     return _decoder.decode(data)
+
+
+def objects_of(scheduler: Scheduler) -> dict[type, list[Any]]:
+    """Return the objects to which a Scheduler refers, by class."""
+    writer = _Writer(pools_of(scheduler), None)
+    writer.tables(scheduler)
+    found: dict[type, list[Any]] = {}
+    for kind, objects in writer.found:
+        found.setdefault(kind, []).extend(objects)
+    return found
 
 
 def pools_of(scheduler: Scheduler) -> list[BlockPool]:
@@ -146,14 +161,14 @@ class _Writer:
         blocks = [block for pool in pools for block in pool.blocks]
         self._numbers = dict(zip(map(id, blocks), count()))
         self._next = len(blocks)
-        self._found: list[tuple[Any, list[Any]]] = []
+        self.found: list[tuple[type, list[Any]]] = []
         """All objects by table, which also keeps them: the id of a deleted object may become another one's."""
         self._public_forms: list[Any] = []
         self._is_state: dict[type, bool] = {}
 
     def tables(self, scheduler: Scheduler) -> list[Table]:
         self._column([scheduler])
-        return [self._table(kind, objects) for kind, objects in self._found]  # grows meanwhile
+        return [self._table(kind, objects) for kind, objects in self.found]  # grows meanwhile
 
     def _column(self, parts: Sequence[Any]) -> Column:
         kinds = set(map(type, parts))
@@ -184,11 +199,11 @@ class _Writer:
             else:
                 numbers.update(zip(found, count(self._next), strict=False))
                 self._next += len(found)
-                self._found.append((kind, list(found.values())))
+                self.found.append((kind, list(found.values())))
         return numbers
 
     def _table(self, kind: Any, objects: list[Any]) -> Table:
-        name, fields = f"{kind.__module__}.{kind.__name__}", list[str]()
+        name, fields = state_name(kind), list[str]()
         if kind in _NAMES:
             name, columns = _NAMES[kind], self._contents(kind, objects)
         elif kind is float or kind is bytes:

@@ -1,8 +1,9 @@
-"""Brings a new Scheduler to a snapshot.
+"""Brings a new Scheduler to a snapshot, also to one of an earlier Quire.
 
-The new Scheduler has the same configuration, and its components have their settings and callbacks. The reader follows
-the same fields in both: where the snapshot has an object of a class, and the new Scheduler has one of that class in the
-same field or at the same index of a list, that one is used for the object. All others are made without
+The new Scheduler has the same configuration, and its components have their settings and callbacks. An object of the
+snapshot that is the only one of its class becomes the only one of this class in the new Scheduler, wherever it is, so
+that components may move. For the others the reader follows the same fields in both: where the new Scheduler has an
+object of this class in the same field or at the same index of a list, that one is used. All others are made without
 their constructors. Then all get the fields of the snapshot; what is not in it, such as callbacks, stays.
 """
 
@@ -11,6 +12,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import msgspec
@@ -30,7 +32,9 @@ from quire.scheduler_proc.trace.snapshot import (
     Snapshot,
     Table,
     Value,
+    objects_of,
     pools_of,
+    state_name,
 )
 
 Cell: TypeAlias = Value | bytes
@@ -41,9 +45,14 @@ _WITHOUT_PLACES = (dict, Counter, OrderedDict, set, frozenset, deque, FreeKVCach
 """New ones are made of these: what two of them have at the same place need not belong together."""
 _PACKAGES = (
     *(f"quire.protocol.{name}." for name in ("request", "wire", "model")),
-    *(f"quire.scheduler_proc.{name}." for name in ("core", "requests", "kv", "adapters", "programs", "beams", "costs")),
+    *(f"quire.scheduler_proc.{name}" for name in ("core.", "features.", "requests.", "kv.", "costs.", "scheduler")),
+    *(f"quire.scheduler_proc.{name}." for name in ("adapters", "programs", "beams")),
 )
 """Those with the classes of the state: they have no side effects."""
+_RENAMED: dict[str, str] = {}
+"""Classes in snapshots of an earlier Quire, with their names of today."""
+_MOVED: dict[str, str] = {}
+"""Fields in snapshots of an earlier Quire, with their place in today's Scheduler; empty for those that are no state."""
 
 
 def continue_tokens(store: Any, num_tokens: int, hashes: list[bytes]) -> TokenStore:
@@ -100,7 +109,9 @@ class _Reader:
         self._made[SENTINEL] = KVCacheBlock(-1)
         self._first = len(self._made) - 1
         self._rows = [row for table in snapshot.tables for row in _rows(table)]
+        self._kinds = _state_classes()
         self._own: dict[int, Any] = {self._first: scheduler}
+        self._match_classes(snapshot.tables)
         self._empty: list[int] = []
 
     def read(self) -> None:
@@ -120,6 +131,19 @@ class _Reader:
         size: Any = counts.values[row.at]
         return self._make_tokens(next(self._live, None), size, hashes.data[row.begin : row.end])
 
+    def _match_classes(self, tables: list[Table]) -> None:
+        """Note which objects become the Scheduler's only ones of their class."""
+        only = {kind: objects[0] for kind, objects in objects_of(self._scheduler).items() if len(objects) == 1}
+        counts = Counter[str]()
+        for table in tables:
+            counts[table.name] += table.num_objects
+        number = self._first
+        for table in tables:
+            own = only.get(self._kinds.get(_name_of_today(table.name), Any))
+            if own is not None and counts[table.name] == 1:
+                self._own[number] = own
+            number += table.num_objects
+
     def _match_parts(self, own: Any, row: _Row) -> None:
         """Note which objects of the Scheduler, to which ``own`` refers, become those to which ``row`` refers."""
         if isinstance(own, list | tuple):
@@ -129,7 +153,7 @@ class _Reader:
         for part, cell in zip(parts, _cells(row), strict=False):
             if isinstance(cell, list) and cell and cell[0] >= self._first:
                 name = self._rows[cell[0] - self._first].table.name
-                kind = CONTAINERS.get(name) or (_class(name) if "." in name else None)
+                kind = CONTAINERS.get(name) or (self._class(name) if "." in name else None)
                 if kind is not None and kind not in _WITHOUT_PLACES and isinstance(part, kind):
                     self._own.setdefault(cell[0], part)
 
@@ -138,7 +162,7 @@ class _Reader:
             row = self._rows[number - self._first]
             made = self._whole(row)
             if made is None:
-                kind: Any = CONTAINERS.get(row.table.name) or _class(row.table.name)
+                kind: Any = CONTAINERS.get(row.table.name) or self._class(row.table.name)
                 is_own = kind is not list and number in self._own
                 made = self._own[number] if is_own else kind.__new__(kind)
                 self._empty.append(number)
@@ -164,7 +188,7 @@ class _Reader:
                 return CONTAINERS[name](list(map(self._value, cells)))
         if name in CONTAINERS:
             return None
-        kind = _class(name)
+        kind = self._class(name)
         if issubclass(kind, enum.Enum | tuple):
             return kind(*map(self._value, cells))
         if issubclass(kind, msgspec.Struct):
@@ -176,13 +200,32 @@ class _Reader:
             return self._make(cell[0]) if cell else ABSENT
         return cell
 
+    def _class(self, name: str) -> type:
+        found = self._kinds.get(_name_of_today(name))
+        if found is None:
+            raise ValueError(f"invalid keyframe: {name[:100]!r} does not belong to a scheduler's state")
+        return found
+
+    def _set(self, number: int, field: str, value: Any) -> None:
+        """Set a field, at its place of today."""
+        made = self._made[number]
+        if number in self._own and not hasattr(made, field):
+            name = f"{state_name(type(made))}.{field}"
+            if name not in _MOVED:
+                raise ValueError(f"invalid keyframe: {name[:100]!r} is not a part of a scheduler's state")
+            if not (place := _MOVED[name]):
+                return
+            owner, _, field = place.rpartition(".")
+            made = attrgetter(owner)(self._scheduler)
+        object.__setattr__(made, field, value)
+
     def _fill(self, number: int) -> None:
         row, made = self._rows[number - self._first], self._made[number]
         values = list(map(self._value, _cells(row)))
         if row.table.fields:
             for field, value in zip(row.table.fields, values, strict=True):
                 if value is not ABSENT:
-                    object.__setattr__(made, field, value)
+                    self._set(number, field, value)
             if isinstance(made, Request):
                 self._scheduler.arrivals.follow(made)
         elif isinstance(made, dict):
@@ -216,9 +259,14 @@ def _cell(column: Column, at: int) -> Cell:
     return column.data[at] if column.data else column.values[at]
 
 
-def _class(name: str) -> type:
-    module, _, attribute = name.rpartition(".")
-    found = vars(sys.modules[module]).get(attribute) if name.startswith(_PACKAGES) and module in sys.modules else None
-    if not isinstance(found, type):
-        raise ValueError(f"invalid keyframe: {name[:100]!r} does not belong to a scheduler's state")
-    return found
+def _name_of_today(name: str) -> str:
+    """Return the name of a class; in a trace of before version 4 it has all folders of its module."""
+    short = ".".join(name.rsplit(".", 2)[-2:])
+    return _RENAMED.get(short, short)
+
+
+def _state_classes() -> dict[str, type]:
+    """Return the classes of the state by name. A keyframe may be altered: it must not name any other."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(_PACKAGES)]
+    found = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
+    return {state_name(kind): kind for kind in found if kind.__module__.startswith(_PACKAGES)}
