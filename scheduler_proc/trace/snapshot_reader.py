@@ -49,7 +49,7 @@ _PACKAGES = (
     *(f"quire.scheduler_proc.{name}." for name in ("adapters", "programs", "beams")),
 )
 """Those with the classes of the state: they have no side effects."""
-_RENAMED: dict[str, str] = {}
+_RENAMED = {"choice.Choice": "choice.LoadChoice"}
 """Classes in snapshots of an earlier Quire, with their names of today."""
 _MOVED: dict[str, str] = {}
 """Fields in snapshots of an earlier Quire, with their place in today's Scheduler; empty for those that are no state."""
