@@ -8,11 +8,11 @@ from contextlib import closing
 from math import prod
 from typing import Any
 
-from quire.frontend.http.serving.thinking import Thinking, answer_format
 from quire.frontend.serve_options import ServeOptions
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.probe import ANSWER_TEXT, Probe, probe
 from quire.frontend.text.text_in import NO_TEMPLATE, TextIn
+from quire.frontend.text.thinking import Thinking, answer_format
 from quire.launch.config.command_line import read_options
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from starlette.types import ASGIApp
 
 from quire.frontend.adapters.adapters import Adapters
 from quire.frontend.adapters.names import NameTable, table_path
@@ -16,15 +17,11 @@ from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.engine.client import ZmqEngineClient
 from quire.frontend.engine.several_client import SeveralEnginesClient
 from quire.frontend.http.app import make_app
-from quire.frontend.http.routes.fork_peers import Fork, fork_address, share_forks
-from quire.frontend.http.routes.session_peers import session_address, share_sessions
 from quire.frontend.http.serving.http_server import HttpServer
 from quire.frontend.http.serving.metrics import MetricsOptions
+from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import FleetLink, ServerSettings
-from quire.frontend.http.serving.thinking import Thinking, answer_format
 from quire.frontend.http.serving.tracing import OtlpTracer
-from quire.frontend.http.stored.response_peers import ResponsePeers, peer_address, share_responses
-from quire.frontend.http.stored.response_store import ResponseStore
 from quire.frontend.network_options import tls_context
 from quire.frontend.serve_options import ServeOptions
 from quire.frontend.sessions.session_store import SessionStore
@@ -32,6 +29,7 @@ from quire.frontend.text.parsing.choose import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.probe import probe
 from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.thinking import Thinking, answer_format
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import InvalidRequest, QuireError
 from quire.protocol.process.child import Child, Report, child_parser, init_child
@@ -69,7 +67,7 @@ class FrontEnd:
         self._settings = msgspec.json.decode((directory / "frontend").read_bytes(), type=ServeOptions)
         self._child = child
         self._directory, self._index = directory, index
-        self._others = [other for other in range(self._settings.api_server_count) if other != index]
+        self._peers = Peers(directory, index, self._settings.api_server_count)
         self._engine = self._make_client()
         endpoint = self._settings.otlp_traces_endpoint
         self._tracer = OtlpTracer(endpoint) if endpoint else None
@@ -93,12 +91,7 @@ class FrontEnd:
         thinking = Thinking.of(config, text_in)
         form = answer_format(thinking, self._settings, text_in)
         server = self._make_server(text_in, thinking, form)
-        if self._others:
-            self._forks = await share_forks(self._fork, fork_address(self._directory, self._index))
-        if self._others and self._response_store.is_enabled:
-            self._sharing = await share_responses(self._response_store, peer_address(self._directory, self._index))
-        if self._others:
-            self._session_requests = await share_sessions(self._router, session_address(self._directory, self._index))
+        self._listening = await self._peers.listen(self._for_peers)
         self._take_commands()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
@@ -144,19 +137,15 @@ class FrontEnd:
                 max_stored_response_bytes=settings.max_stored_response_bytes,
                 adapters=self._adapters(),
                 notes_tools=config.uses_programs,
-                fork_peers=tuple(fork_address(self._directory, index) for index in self._others),
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
-                session_peers={index: session_address(self._directory, index) for index in self._others},
                 moe=config.model.moe,
                 capabilities=Capabilities(config.model.generates, config.model.pooling),
-                response_peers=ResponsePeers([peer_address(self._directory, index) for index in self._others]),
+                peers=self._peers,
                 fleet=self._fleet_link(),
             ),
         )
-        self._response_store: ResponseStore = app.state.response_store
-        self._fork: Fork = app.state.fork
         self._note_sessions: Callable[[], None] = app.state.note_sessions
-        self._router = app.router
+        self._for_peers: ASGIApp = app.state.for_peers
         return HttpServer(app, tls_context(settings))
 
     def _adapters(self) -> Adapters | None:

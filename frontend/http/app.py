@@ -12,14 +12,16 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message
 
 from quire.frontend.engine.engine_client import EngineClient
 from quire.frontend.http.dialects.messages import count_message_tokens, create_message
 from quire.frontend.http.dialects.responses import (
+    STORED_PATH,
     count_input_tokens,
     list_input_items,
+    show_stored,
     stored_response,
 )
 from quire.frontend.http.dialects.responses_compact import compact
@@ -30,14 +32,14 @@ from quire.frontend.http.routes.admin import engine_state, pause, reset_prefix_c
 from quire.frontend.http.routes.chat import chat_completions
 from quire.frontend.http.routes.completions import completions
 from quire.frontend.http.routes.engines import give_order, list_engines
-from quire.frontend.http.routes.fork import fork, fork_here
+from quire.frontend.http.routes.fork import fork
 from quire.frontend.http.routes.models import list_models, show_model
 from quire.frontend.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
 from quire.frontend.http.routes.sessions import open_session, session
 from quire.frontend.http.routes.tokens import detokenize, tokenize, tokenizer_info
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.access_log import AccessLog
-from quire.frontend.http.serving.body import json_response
+from quire.frontend.http.serving.body import json_response, read_body
 from quire.frontend.http.serving.gate import ADAPTER_PATHS, Gate
 from quire.frontend.http.serving.heads import RootPath
 from quire.frontend.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
@@ -142,17 +144,33 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     if settings.admin_api_keys:
         routes += ADMIN_ROUTES + (ADAPTER_ROUTES if settings.adapters is not None else ())
     app = Starlette(
-        routes=[Route(path, partial(handler, server), methods=methods.split()) for methods, path, handler in routes],
+        routes=[
+            Route(path, partial(_answer, server, handler), methods=methods.split()) for methods, path, handler in routes
+        ],
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )
-    # For the other front ends.
-    app.state.response_store = server.response_store
-    app.state.fork = partial(fork_here, server)
+    app.state.for_peers = Router([*app.routes, Route(STORED_PATH + "{id:path}", partial(show_stored, server))])
     app.state.note_sessions = server.note_sessions
     # A redirect would contain the client's Host header, and RootPath has removed the slash.
     app.router.redirect_slashes = False
     return app
+
+
+async def _answer(server: Server, handler: Handler, request: Request) -> ASGIApp:
+    """Return the response of ``handler``; for a path with an ``id``, in the front end that has what it names."""
+    held_id = request.path_params.get("id", "")
+    if not server.peers.is_elsewhere(held_id):
+        return await handler(server, request)
+    body = await read_body(request)
+    if (elsewhere := await server.peers.relay(request, held_id, body)) is not None:
+        return elsewhere
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    # That front end has died, and what it had is lost: like anything else that is not here, it is not found.
+    return await handler(server, Request(request.scope, receive))
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:

@@ -1,21 +1,20 @@
 """The open sessions of one front end, by id."""
 
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 
+from quire.frontend.ids import new_id
 from quire.frontend.sessions.open_session import OpenSession
 from quire.protocol.errors import InvalidRequest, printable
 
 MAX_BYTES = 2**30
 """Bytes of tokens of all sessions, from which on no piece is accepted. Without it, 10,000 sessions of a context of a
 million tokens would take 40 GB."""
-PREFIX = "sess"
 
 
 class SessionStore:
-    """Owns the sessions of one front end. An id has the number of its front end, so that the others know it.
+    """Owns the sessions of one front end.
 
     One tenant may have all of them. When they are full, the tenant with the most loses its oldest idle ones to a tenant
     with fewer, so that no client can use up the sessions of all others.
@@ -68,7 +67,7 @@ class SessionStore:
         if len(self._sessions) >= self._max_sessions and not self._end_one_of_largest(self._counts, tenant, 1):
             text = f"{len(self._sessions)} sessions are open, and --max-sessions is {self._max_sessions}: end one, or "
             raise InvalidRequest(f"{text}retry later", "session", "too_many_sessions")
-        session_id = f"{PREFIX}_{self._index}_{uuid.uuid4().hex}"
+        session_id = new_id("sess_", self._index)
         self._sessions[session_id] = OpenSession(tenant, self._now())
         self._counts[tenant] += 1
         return session_id
@@ -158,13 +157,6 @@ class SessionStore:
         session = self._sessions.pop(session_id)
         self._counts[session.tenant] -= 1
         self._bytes[session.tenant] -= len(session.tokens)
-
-
-def front_end_of(session_id: str) -> int | None:
-    """Return the number of the front end that has opened a session; None if it is not an id of one."""
-    prefix, _, rest = session_id.partition("_")
-    index, _, _ = rest.partition("_")
-    return int(index) if prefix == PREFIX and index.isascii() and index.isdigit() and len(index) <= 3 else None
 
 
 def not_found(session_id: str) -> InvalidRequest:

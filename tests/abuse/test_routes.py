@@ -90,7 +90,7 @@ def concrete(path: str) -> str:
         path.replace("{name:path}", "endless")
         .replace("{id:response}", "resp_1")
         .replace("{id:path}", "cmpl-1")
-        .replace("{id}", "sess_0_1")
+        .replace("{id}", f"sess_{'0' * 32}")
     )
 
 

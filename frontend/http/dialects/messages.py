@@ -20,19 +20,17 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 async def create_message(server: Server, request: Request) -> ASGIApp:
     server.require_generation(request.scope["path"])
-    parsed, size = await read_json(request, server.texts, lambda raw: parse_messages(server.parser, raw))
-    prompt, new_reader = await encode_conversation(server, parsed.chat, size)
-    formatter = MessageFormatter(
-        parsed, len(prompt.token_ids), new_reader(), new_request_id("msg", request).replace("-", "_", 1)
-    )
+    parsed, body = await read_json(request, server.texts, lambda raw: parse_messages(server.parser, raw))
+    prompt, new_reader = await encode_conversation(server, parsed.chat, len(body))
+    formatter = MessageFormatter(parsed, len(prompt.token_ids), new_reader(), new_request_id(server, "msg_", request))
     return Generation(server, parsed.chat, [prompt], formatter, formatter.style)
 
 
 async def count_message_tokens(server: Server, request: Request) -> Response:
-    parsed, size = await read_json(
+    parsed, body = await read_json(
         request, server.texts, lambda raw: parse_messages(server.parser, raw, count_only=True)
     )
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
     await server.find_adapter(parsed.chat.model)
-    prompt, _ = await encode_conversation(server, parsed.chat, size)
+    prompt, _ = await encode_conversation(server, parsed.chat, len(body))
     return json_response(TokenCount(len(prompt.token_ids)))

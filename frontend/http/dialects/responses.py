@@ -16,13 +16,15 @@ from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import parse_body, read_body
 from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import Server
-from quire.frontend.http.stored.response_peers import ResponsePeers
 from quire.frontend.http.stored.response_store import ResponseStore, StoredResponse
 from quire.frontend.sessions.open_session import OpenSession, Piece
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 
+STORED_PATH = "/peers/stored/"
+"""Path of a stored response for the other front ends; clients cannot reach it."""
 MAX_FETCHED = 64
 """Responses of other front ends to which one request may refer; the body is parsed once more for each."""
 
@@ -82,26 +84,25 @@ async def count_input_tokens(server: Server, request: Request) -> Response:
 async def stored_response(server: Server, request: Request) -> Response:
     """Return a stored response, or delete it."""
     if request.method == "DELETE":
-        return await _delete(server, request)
+        return _delete(server, request)
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
         text = "stream must be false: the events of a stored response are not kept"
         raise ApiError(400, text, "stream", "unsupported")
-    return _json((await _stored(server, request)).body)
+    return _json(_stored(server, request).body)
 
 
 async def list_input_items(server: Server, request: Request) -> Response:
     """Return all input items of a response, the newest first unless ``order`` is asc."""
-    items = [_with_id(item, i) for i, item in enumerate((await _stored(server, request)).input)]
+    items = [_with_id(item, i) for i, item in enumerate(_stored(server, request).input)]
     if request.query_params.get("order", "desc") != "asc":
         items.reverse()
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
     return _json(msgspec.json.encode({"object": "list", "data": items, "has_more": False, **ends}))
 
 
-async def _delete(server: Server, request: Request) -> Response:
+def _delete(server: Server, request: Request) -> Response:
     tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
-    found = server.response_store.delete(tenant, response_id)
-    if not found and not await server.response_peers.delete(tenant, response_id):
+    if not server.response_store.delete(tenant, response_id):
         raise not_stored(server.response_store, response_id, None)
     return _json(msgspec.json.encode(Deleted(response_id)))
 
@@ -124,7 +125,7 @@ async def read_with_stored(
     ``connection``: as in ``ResponseStore.get``.
 
     Raises:
-        ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``ResponsePeers``.
+        ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``Peers.fetch``.
     """
     stored = StoredItems(server.response_store, tenant, connection)
     lookup = Lookup(stored.conversation, stored.chain, stored.item)
@@ -132,7 +133,7 @@ async def read_with_stored(
         try:
             return await server.texts.run(len(body), lambda: parse_body(body, lambda raw: parse(raw, lookup)))
         except NotStored as missing:
-            if not await stored.fetch(server.response_peers, missing):
+            if not await stored.fetch(server.peers, missing.id):
                 raise
 
 
@@ -164,7 +165,7 @@ class StoredItems:
     def _get(self, response_id: str) -> StoredResponse:
         found = self._fetched.get(response_id) or self._store.get(self._tenant, response_id, self._connection)
         if found is None:
-            raise NotStored(not_stored(self._store, response_id, "previous_response_id"), response_id, is_item=False)
+            raise NotStored(not_stored(self._store, response_id, "previous_response_id"), response_id)
         return found
 
     def item(self, item_id: str, where: str) -> bytes:
@@ -172,33 +173,37 @@ class StoredItems:
         found = next(fetched, None) or self._store.with_item(self._tenant, item_id)
         if found is None:
             error = ApiError(404, f"item {shorten(item_id)} not found: send the item itself", where, "not_found")
-            raise NotStored(error, item_id, is_item=True)
+            raise NotStored(error, item_id)
         return found.item(item_id)
 
-    async def fetch(self, peers: ResponsePeers, missing: "NotStored") -> bool:
-        """Fetch what is missing; return False if no front end has it."""
+    async def fetch(self, peers: Peers, missing_id: str) -> bool:
+        """Fetch a response, or the one with an item, from the front end that its id names; return whether it has it."""
         if len(self._fetched) >= MAX_FETCHED:
             return False
-        find = peers.with_item if missing.is_item else peers.get
-        found = await find(self._tenant, missing.id)
-        if found is None:
-            return False
-        self._fetched[missing.id] = found
-        return True
+        found = await peers.fetch(STORED_PATH + missing_id, missing_id, self._tenant)
+        if found is not None:
+            self._fetched[missing_id] = msgspec.msgpack.decode(found, type=StoredResponse)
+        return found is not None
 
 
 class NotStored(ApiError):
     """This front end does not have a response, or an item. ``error``: what the client gets if no other one has it."""
 
-    def __init__(self, error: ApiError, missing_id: str, *, is_item: bool) -> None:
+    def __init__(self, error: ApiError, missing_id: str) -> None:
         super().__init__(error.status, error.message, error.param, error.code)
         self.id = missing_id
-        self.is_item = is_item
 
 
-async def _stored(server: Server, request: Request) -> StoredResponse:
-    tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
-    found = server.response_store.get(tenant, response_id) or await server.response_peers.get(tenant, response_id)
+async def show_stored(server: Server, request: Request) -> Response:
+    """Return the response with an id, or with an item of this id, to another front end."""
+    tenant, missing_id, store = request.scope["state"][TENANT], request.path_params["id"], server.response_store
+    found = store.get(tenant, missing_id) or store.with_item(tenant, missing_id)
+    return Response(msgspec.msgpack.encode(found), 404 if found is None else 200)
+
+
+def _stored(server: Server, request: Request) -> StoredResponse:
+    response_id = request.path_params["id"]
+    found = server.response_store.get(request.scope["state"][TENANT], response_id)
     if found is None:
         raise not_stored(server.response_store, response_id, None)
     return found

@@ -1,7 +1,6 @@
 """Answers in the form of the Responses API: one object, or a stream of events."""
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +53,7 @@ class ResponsesFormatter:
         store: Store | None,
         transport: Transport = SSE,
     ) -> None:
-        self.request_id = f"resp_{uuid.uuid4().hex}"
+        self.request_id = server.new_id("resp_")
         self.style = EventStyle(b"%b", transport.end, self._failed)
         self._transport = transport
         self._request = request
@@ -122,7 +121,8 @@ class ResponsesFormatter:
             return
         if not part.continues(self._last) or self._open is None:
             self._close("completed")
-            self._open = new_item(part, self._request.tools.name(part.name), self._request.seals_thoughts)
+            tool = self._request.tools.name(part.name)
+            self._open = new_item(part, tool, self._request.seals_thoughts, self._server.new_id)
             self._emit_all(self._open.begin())
         self._last = part
         logprobs = format_logprobs(self._waiting, self._server.token_texts).content if part.kind == "text" else []

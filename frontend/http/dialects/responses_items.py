@@ -1,7 +1,6 @@
 """Output items of the Responses API while they are written: their events, and the finished item."""
 
-import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -30,22 +29,30 @@ class OpenItem(Protocol):
         ...
 
 
-def new_item(part: Part, tool: ToolName, seals_thoughts: bool) -> OpenItem:
-    """Return the item that a part begins. ``tool``: the client's name of the tool, if the part is a call."""
+NewId = Callable[[str], str]
+
+
+def new_item(part: Part, tool: ToolName, seals_thoughts: bool, new_id: NewId) -> OpenItem:
+    """Return the item that a part begins.
+
+    Args:
+        tool: the client's name of the tool, if the part is a call.
+        new_id: returns an id, given its prefix.
+    """
     match part.kind:
         case "text":
-            return _MessageItem()
+            return _MessageItem(new_id)
         case "thought":
-            return _ThoughtItem(seals_thoughts)
+            return _ThoughtItem(new_id, seals_thoughts)
         case "call" if tool.is_custom:
-            return _CustomCallItem(tool, part.id)
+            return _CustomCallItem(new_id, tool, part.id)
         case "call":
-            return _CallItem(tool, part.id)
+            return _CallItem(new_id, tool, part.id)
 
 
 class _MessageItem:
-    def __init__(self) -> None:
-        self.item = _begun("msg", "message", role="assistant", content=[])
+    def __init__(self, new_id: NewId) -> None:
+        self.item = _begun(new_id("msg_"), "message", role="assistant", content=[])
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
         self._place = {"item_id": self.item["id"], "content_index": 0}
@@ -76,9 +83,9 @@ class _MessageItem:
 
 
 class _ThoughtItem:
-    def __init__(self, seals: bool) -> None:
+    def __init__(self, new_id: NewId, seals: bool) -> None:
         self._seals = seals
-        self.item = _begun("rs", "reasoning", summary=[], content=[])
+        self.item = _begun(new_id("rs_"), "reasoning", summary=[], content=[])
         self._texts: list[str] = []
         self._place = {"item_id": self.item["id"], "content_index": 0}
 
@@ -108,8 +115,8 @@ class _ThoughtItem:
 
 
 class _CallItem:
-    def __init__(self, tool: ToolName, call_id: str) -> None:
-        self.item = _begun("fc", "function_call", **_call(tool, call_id), arguments="")
+    def __init__(self, new_id: NewId, tool: ToolName, call_id: str) -> None:
+        self.item = _begun(new_id("fc_"), "function_call", **_call(tool, call_id), arguments="")
         self._texts: list[str] = []
 
     def begin(self) -> Events:
@@ -134,8 +141,8 @@ class _CallItem:
 class _CustomCallItem:
     """The call of a custom tool. Its text is the one argument of a function, so it is sent when that is complete."""
 
-    def __init__(self, tool: ToolName, call_id: str) -> None:
-        self.item = _begun("ctc", "custom_tool_call", **_call(tool, call_id), input="")
+    def __init__(self, new_id: NewId, tool: ToolName, call_id: str) -> None:
+        self.item = _begun(new_id("ctc_"), "custom_tool_call", **_call(tool, call_id), input="")
         self._is_raw = tool.is_raw
         self._texts: list[str] = []
 
@@ -168,8 +175,8 @@ def _custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def _begun(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields}
+def _begun(item_id: str, kind: str, **fields: Any) -> dict[str, Any]:
+    return {"id": item_id, "type": kind, "status": "in_progress", **fields}
 
 
 def _call(tool: ToolName, call_id: str) -> dict[str, str]:

@@ -21,10 +21,11 @@ from quire.frontend.http.routes.formatter import (
     experts_body,
 )
 from quire.frontend.http.routes.generate import Generation, new_request_id
-from quire.frontend.http.routes.sessions import as_piece, begin_piece, read_piece
+from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
 from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
 from quire.frontend.http.schema.schema import ChatRequest, CommonRequest
+from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob
 from quire.frontend.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
@@ -141,15 +142,15 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 async def chat_completions(server: Server, request: Request) -> ASGIApp:
     server.require_generation(request.scope["path"])
-    parsed, size, elsewhere = await read_piece(server, request, server.parser.chat)
-    if elsewhere is not None:
+    parsed, body = await read_json(request, server.texts, server.parser.chat)
+    if parsed.session is not None and (elsewhere := await relay_piece(server, request, parsed, body)) is not None:
         return elsewhere
     found = None if parsed.session is None else begin_piece(server, request, parsed.session, is_chat=True)
-    prompt, new_reader = await encode_conversation(server, parsed, size, found)
+    prompt, new_reader = await encode_conversation(server, parsed, len(body), found)
     piece = None
     if parsed.session is not None and found is not None:
         piece, prompt = as_piece(server, found, parsed.session, prompt, parsed.messages[-1]["role"])
-    request_id = new_request_id("chatcmpl", request)
+    request_id = new_request_id(server, "chatcmpl-", request)
 
     def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
         assert isinstance(parsed, ChatRequest)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,8 +19,9 @@ from quire.frontend.http.routes.formatter import (
     experts_body,
 )
 from quire.frontend.http.routes.generate import Generation, new_request_id
-from quire.frontend.http.routes.sessions import as_piece, begin_piece, read_piece
+from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
 from quire.frontend.http.schema.schema import CommonRequest, CompletionRequest
+from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob, logprob_by_id
 from quire.frontend.text.prompts import MAX_PROMPTS, Prompt, encode_prompt
@@ -69,8 +71,8 @@ class Completion(msgspec.Struct, frozen=True):
 
 async def completions(server: Server, request: Request) -> ASGIApp:
     server.require_generation(request.scope["path"])
-    parsed, size, elsewhere = await read_piece(server, request, server.parser.completion)
-    if elsewhere is not None:
+    parsed, body = await read_json(request, server.texts, server.parser.completion)
+    if parsed.session is not None and (elsewhere := await relay_piece(server, request, parsed, body)) is not None:
         return elsewhere
     num_sequences = len(parsed.prompts) * parsed.params.num_outputs
     if num_sequences > MAX_PROMPTS:
@@ -80,14 +82,13 @@ async def completions(server: Server, request: Request) -> ASGIApp:
         found = begin_piece(server, request, parsed.session, is_chat=False)
         special = special and not found.tokens
     given = parsed.prompts if found is None else [prompt for prompt in parsed.prompts if prompt]
-    prompts = await server.texts.run(
-        size, lambda: [encode_prompt(each, server.text_in, server.engine, add_special_tokens=special) for each in given]
-    )
+    encode = partial(encode_prompt, text_in=server.text_in, limits=server.engine, add_special_tokens=special)
+    prompts = await server.texts.run(len(body), lambda: [encode(each) for each in given])
     piece = None
     if parsed.session is not None and found is not None:
         piece, prompt = as_piece(server, found, parsed.session, next(iter(prompts), None))
         prompts = [prompt]
-    request_id = new_request_id("cmpl", request)
+    request_id = new_request_id(server, "cmpl-", request)
 
     def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
         assert isinstance(parsed, CompletionRequest)

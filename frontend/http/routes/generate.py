@@ -4,7 +4,6 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 """
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -60,10 +59,9 @@ Batch = list[tuple[int, OutputDelta]]
 NewFormatter = Callable[[CommonRequest, Sequence[Prompt], str], ResponseFormatter]
 
 
-def new_request_id(prefix: str, request: Request) -> str:
-    """Return a unique id that contains the client's ``X-Request-Id``, if it sent one."""
-    given = request.scope["state"][REQUEST_ID]
-    return f"{prefix}-{given}-{uuid.uuid4().hex[:16]}" if given else f"{prefix}-{uuid.uuid4().hex}"
+def new_request_id(server: Server, prefix: str, request: Request) -> str:
+    """Return a unique id that contains the client's ``X-Request-Id``, if it sent one. ``prefix``: as of ``new_id``."""
+    return server.new_id(prefix, request.scope["state"][REQUEST_ID])
 
 
 class Generation:

@@ -1,26 +1,22 @@
 """Open sessions: /v1/sessions, and the requests of completions and chat that continue one."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from quire.frontend.http.routes.fork_peers import ask_peer
-from quire.frontend.http.routes.session_peers import SessionQuestion
 from quire.frontend.http.schema.bodies import SessionBody
 from quire.frontend.http.schema.schema import CommonRequest
-from quire.frontend.http.serving.body import json_response, parse_body, read_body
-from quire.frontend.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
+from quire.frontend.http.serving.body import json_response
+from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
 from quire.frontend.http.serving.server import Server
-from quire.frontend.http.serving.tracing import PARENT_HEADERS
 from quire.frontend.sessions.chat_piece import check_kind, whole_prompt
 from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece, check_number
-from quire.frontend.sessions.session_store import front_end_of, not_found
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 
@@ -48,12 +44,9 @@ async def open_session(server: Server, request: Request) -> Response:
     return _object(server, session_id, server.sessions.get(tenant, session_id))
 
 
-async def session(server: Server, request: Request) -> ASGIApp:
+async def session(server: Server, request: Request) -> Response:
     """Return a session, or end it."""
     session_id = request.path_params["id"]
-    elsewhere = await find_elsewhere(server, request, session_id, b"")
-    if elsewhere is not None:
-        return elsewhere
     tenant, is_end = request.scope["state"][TENANT], request.method == "DELETE"
     found = (server.sessions.close if is_end else server.sessions.get)(tenant, session_id)
     return _object(server, session_id, found, "ended" if is_end else None)
@@ -70,37 +63,15 @@ def _object(server: Server, session_id: str, found: OpenSession, status: str | N
     return json_response(shown)
 
 
-async def read_piece(
-    server: Server, request: Request, parse: Callable[[dict[str, Any]], R]
-) -> tuple[R, int, ASGIApp | None]:
-    """Return the request in a body, and its size in bytes. The third value is the response of another front end, if the
-    request continues a session of that one."""
-    body = await read_body(request)
-    parsed = await server.texts.run(len(body), lambda: parse_body(body, parse))
-    request.scope["state"][IGNORED_FIELDS] = parsed.ignored  # also of what another front end answers
-    if parsed.session is None:
-        return parsed, len(body), None
-    return parsed, len(body), await find_elsewhere(server, request, parsed.session.id, body)
-
-
-async def find_elsewhere(server: Server, request: Request, session_id: str, body: bytes) -> ASGIApp | None:
-    """Return the response of the front end that has a session, or None for this one.
+async def relay_piece(server: Server, request: Request, parsed: CommonRequest, body: bytes) -> ASGIApp | None:
+    """Return the response of another front end to a request that continues a session; None if this one has that.
 
     Raises:
-        InvalidRequest: it is not the id of a session, or its front end has died.
-        ApiError: 503, its front end does not answer.
+        ApiError: as ``Peers.relay``.
     """
-    index = front_end_of(session_id)
-    address = None if index is None else server.settings.session_peers.get(index)
-    if address is None:
-        return None  # of this front end, or not found
-    state = request.scope["state"]
-    headers = [each for each in request.scope["headers"] if each[0] in PARENT_HEADERS]
-    question = SessionQuestion(request.method, request.scope["path"], state[TENANT], state[REQUEST_ID], body, headers)
-    found = await ask_peer(address, question)
-    if found is None:
-        raise not_found(session_id)
-    return found
+    assert parsed.session is not None
+    request.scope["state"][IGNORED_FIELDS] = parsed.ignored  # a header of the response, which this front end writes
+    return await server.peers.relay(request, parsed.session.id, body)
 
 
 def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat: bool) -> OpenSession:

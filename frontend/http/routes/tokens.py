@@ -47,21 +47,23 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 async def tokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
-    parsed, size = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
+    parsed, body = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
     await server.find_adapter(parsed.model)
     if isinstance(parsed.prompt, str):
-        return json_response(await server.texts.run(size, lambda: _tokenized(server, parsed)))
-    return json_response(await server.conversations.run(size, parsed.prompt[1], lambda: _tokenized(server, parsed)))
+        return json_response(await server.texts.run(len(body), lambda: _tokenized(server, parsed)))
+    return json_response(
+        await server.conversations.run(len(body), parsed.prompt[1], lambda: _tokenized(server, parsed))
+    )
 
 
 async def detokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
-    parsed, size = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw, ignored))
+    parsed, body = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw, ignored))
     model, tokens = parsed
     await server.find_adapter(model)
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
-    text = await server.texts.run(size, lambda: server.text_in.decode(tokens, skip_special_tokens=False))
+    text = await server.texts.run(len(body), lambda: server.text_in.decode(tokens, skip_special_tokens=False))
     return json_response(Detokenized(text))
 
 

@@ -37,15 +37,15 @@ def json_response(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def read_json(request: Request, texts: TextLanes, parse: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
-    """Read the body and return ``parse`` of its JSON object, and its size in bytes, which chooses a lane for its work.
+async def read_json(request: Request, texts: TextLanes, parse: Callable[[dict[str, Any]], T]) -> tuple[T, bytes]:
+    """Read the body and return ``parse`` of its JSON object, and the body, whose size chooses a lane for its work.
 
     Raises:
         ApiError, ClientDisconnected: as ``read_body``.
         InvalidRequest: as ``parse_body``.
     """
     body = await read_body(request)
-    return await texts.run(len(body), lambda: parse_body(body, parse)), len(body)
+    return await texts.run(len(body), lambda: parse_body(body, parse)), body
 
 
 async def read_body(request: Request) -> bytes:

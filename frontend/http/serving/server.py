@@ -4,7 +4,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Protocol
 
 from starlette.types import ASGIApp
@@ -18,16 +17,17 @@ from quire.frontend.http.schema.unknown_fields import Policy, UnknownFields
 from quire.frontend.http.serving.key_queues import KeyQueues
 from quire.frontend.http.serving.lanes import ConversationLanes, TextLanes
 from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
-from quire.frontend.http.serving.thinking import Thinking
+from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.tracing import Tracer
-from quire.frontend.http.stored.response_peers import ResponsePeers
 from quire.frontend.http.stored.response_store import ResponseStore
+from quire.frontend.ids import new_id
 from quire.frontend.sessions.session_store import SessionStore
 from quire.frontend.text.parsing.choose import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts
+from quire.frontend.text.thinking import Thinking
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.logits_processors import LogitsProcessor
@@ -76,14 +76,12 @@ class ServerSettings:
         sampling_defaults: the model's sampling parameters, for requests that leave them out.
         unknown_fields: what to do with fields of requests that the server does not know.
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
-        response_peers: the front ends that have others.
+        peers: the other front ends, and the number of this one.
         fleet: the engines of the server, for the administrator; None: it has one.
         adapters: the adapters that requests may name as their model; None: the engine has none.
         notes_tools: whether the scheduler wants to know which tools answers call.
-        fork_peers: sockets of the other front ends, which may have a request to fork.
         sessions: the open sessions of this front end.
         moe: the model's layers with experts; None: it has none.
-        session_peers: sockets of the other front ends, by their numbers, for requests that continue their sessions.
         capabilities: what the model can do.
     """
 
@@ -106,13 +104,11 @@ class ServerSettings:
     unknown_fields: Policy = "ignore"
     address_salt: bytes = b""
     max_stored_response_bytes: int = 64 * 2**20
-    response_peers: ResponsePeers = field(default_factory=ResponsePeers)
+    peers: Peers = field(default_factory=Peers)
     fleet: FleetLink | None = None
     adapters: Adapters | None = None
     notes_tools: bool = False
-    fork_peers: tuple[Path, ...] = ()
     sessions: SessionStore = field(default_factory=SessionStore)
-    session_peers: Mapping[int, Path] = field(default_factory=dict)
     moe: MoeConfig | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     version: str = __version__
@@ -165,7 +161,7 @@ class Server:
         self.capabilities = settings.capabilities
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
         self.response_store = ResponseStore(settings.max_stored_response_bytes)
-        self.response_peers = settings.response_peers
+        self.peers = settings.peers
         self.sessions = settings.sessions
         self.running: dict[str, Forkable] = {}
         """By id of the response."""
@@ -188,6 +184,10 @@ class Server:
     def is_stuck(self) -> bool:
         """Whether requests have got no token, or a recovery has lasted, for longer than ``health_timeout``."""
         return self.engine.seconds_without_progress > self.settings.health_timeout
+
+    def new_id(self, prefix: str, given: str = "") -> str:
+        """Return a unique id; see ``ids.new_id``."""
+        return new_id(prefix, self.peers.index, given)
 
     def note_sessions(self) -> None:
         """End the sessions that have been idle for too long, and set the metrics of the others."""

@@ -1,1 +1,1 @@
-"""Responses that clients may refer to later, and those of the other front ends."""
+"""Responses that clients may refer to later."""

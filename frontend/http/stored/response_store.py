@@ -3,10 +3,12 @@
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
+class StoredResponse(msgspec.Struct, frozen=True):
     """A finished response.
 
     Attributes:
@@ -24,7 +26,7 @@ class StoredResponse:
     num_before: int
     num_input: int
     output_ids: tuple[str, ...]
-    only_for: object | None = None
+    only_for: Any = None
     chain: str = ""
 
     @property

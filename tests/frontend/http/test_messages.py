@@ -7,7 +7,7 @@ import pytest
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.http.serving.thinking import Thinking
+from quire.frontend.text.thinking import Thinking
 
 HELLO = {"role": "user", "content": "hello"}
 WEATHER = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}

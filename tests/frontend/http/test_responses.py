@@ -9,7 +9,7 @@ import pytest
 from quire.frontend.http.app import make_app
 from quire.frontend.http.dialects.responses_input import chat_messages
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.http.serving.thinking import Thinking
+from quire.frontend.text.thinking import Thinking
 
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
 PATCH = {"type": "custom", "name": "patch", "description": "Apply it."}

@@ -136,7 +136,7 @@ class TestRefusals:
     def test_unknown_and_ended_sessions(self, client: Any) -> None:
         session = opened(client)
         assert client.request("DELETE", f"{PATH}/{session}").json()["status"] == "ended"
-        for wrong in (session, "sess_0_1", "sess_7_1", "sess__", "x", "sess_" + "9" * 100):
+        for wrong in (session, "sess_" + "0" * 32, "sess_" + "7" * 32, "sess_", "x", "sess_" + "9" * 100):
             error = error_of(client.complete(session=wrong), 404)
             assert (error["param"], error["code"]) == ("session", "session_not_found") and wrong[:40] in error[
                 "message"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.frontend.sessions import session_store
 from quire.frontend.sessions.open_session import ANSWER, TEXT, OpenSession, Piece
-from quire.frontend.sessions.session_store import SessionStore, front_end_of
+from quire.frontend.sessions.session_store import SessionStore
 from quire.protocol.errors import InvalidRequest
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -121,14 +121,6 @@ def test_a_tenant_with_fewer_sessions_gets_those_of_the_one_with_most(monkeypatc
         store.require_room(1)
     store.require_room(2)
     assert store.num_bytes == 20 and store.get(1, busy)  # to end an empty one would free nothing
-
-
-@pytest.mark.parametrize(
-    "wrong", ["", "sess", "sess_", "sess_-1_x", "sess_٣_x", "resp_0_x", "sess_9999_x", "sess_ 1_x"]
-)
-def test_ids_of_front_ends(wrong: str) -> None:
-    assert front_end_of(SessionStore(index=12).open(0)) == 12
-    assert front_end_of(wrong) is None
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.full)])

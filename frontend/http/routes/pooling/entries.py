@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from quire.frontend.http.routes.pooling.response import Answer, PooledUsage
+from quire.frontend.http.routes.pooling.response import PooledHead, PooledUsage
 from quire.frontend.http.routes.pooling.run import Outcome, Rows
 from quire.frontend.http.schema.errors import ApiError, ErrorDetail
 from quire.frontend.text.pooling.comparisons import Scores, ranking
@@ -19,7 +19,7 @@ ENCODE = msgspec.json.encode
 class ListEntries:
     """``{"id", "object": "list", "created", "model", "data": [...], "usage"}``. Subclasses write the entries."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: PooledHead) -> None:
         self.answer = answer
         self._num_written = 0
 
@@ -46,7 +46,9 @@ class VectorEntries(ListEntries):
     ``{"object": "embedding", "index", "embedding"}`` or ``{"object": "pooling", "index", "data"}``.
     """
 
-    def __init__(self, answer: Answer, kind: str, field: str, encoding_format: str, *, is_list_of_rows: bool) -> None:
+    def __init__(
+        self, answer: PooledHead, kind: str, field: str, encoding_format: str, *, is_list_of_rows: bool
+    ) -> None:
         """``is_list_of_rows``: a result is a list of vectors, one for each token."""
         super().__init__(answer)
         self._kind = kind
@@ -81,7 +83,7 @@ def _rows(rows: Rows) -> Iterator[bytes]:
 class LabelEntries(ListEntries):
     """``{"index", "label", "probs", "num_classes"}``."""
 
-    def __init__(self, answer: Answer, labels: Sequence[str]) -> None:
+    def __init__(self, answer: PooledHead, labels: Sequence[str]) -> None:
         super().__init__(answer)
         self._labels = labels
 
@@ -96,7 +98,7 @@ class LabelEntries(ListEntries):
 class ScoreEntries(ListEntries):
     """``{"index", "object": "score", "score"}``."""
 
-    def __init__(self, answer: Answer, scores: Scores[ApiError]) -> None:
+    def __init__(self, answer: PooledHead, scores: Scores[ApiError]) -> None:
         super().__init__(answer)
         self._scores = scores
 
@@ -118,7 +120,7 @@ class RankEntries:
     """
 
     def __init__(
-        self, answer: Answer, scores: Scores[ApiError], documents: Sequence[str], top_n: int, *, shown: bool
+        self, answer: PooledHead, scores: Scores[ApiError], documents: Sequence[str], top_n: int, *, shown: bool
     ) -> None:
         """``top_n``: results that are returned; 0: all. ``shown``: return the documents' texts."""
         self.answer = answer

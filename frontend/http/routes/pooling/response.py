@@ -35,7 +35,7 @@ class PooledUsage(msgspec.Struct, frozen=True):
     prompt_tokens_details: CachedTokens
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PooledHead(msgspec.Struct, frozen=True):
     """What every response begins with."""
 
     id: str
@@ -43,15 +43,15 @@ class Answer(msgspec.Struct, frozen=True):
     model: str
 
     @classmethod
-    def to(cls, prefix: str, request: Request, model: str) -> "Answer":
-        return cls(new_request_id(prefix, request), int(time.time()), model)
+    def to(cls, server: Server, prefix: str, request: Request, model: str) -> "PooledHead":
+        return cls(new_request_id(server, f"{prefix}-", request), int(time.time()), model)
 
 
 class Entries(Protocol):
     """Writes the JSON of one response: the list of its entries, and what is around it."""
 
     @property
-    def answer(self) -> Answer: ...
+    def answer(self) -> PooledHead: ...
 
     def head(self) -> bytes:
         """Return everything before the first entry."""

@@ -12,7 +12,7 @@ from quire.frontend.http.routes.pooling.entries import (
     ScoreEntries,
     VectorEntries,
 )
-from quire.frontend.http.routes.pooling.response import Answer, Entries, PooledResponse
+from quire.frontend.http.routes.pooling.response import Entries, PooledHead, PooledResponse
 from quire.frontend.http.schema.pooling_requests import PooledRequest, PoolingParser
 from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
@@ -26,7 +26,7 @@ COHERE_PATH = "/v2/rerank"
 async def embeddings(server: Server, request: Request) -> ASGIApp:
     server.capabilities.require_task(request.scope["path"], "embed")
     parsed, body = await _read(server, request, lambda parser, raw: parser.embedding(raw, "embed"))
-    answer = Answer.to("embd", request, parsed.model)
+    answer = PooledHead.to(server, "embd", request, parsed.model)
     entries = VectorEntries(answer, "embedding", "embedding", body.encoding_format, is_list_of_rows=False)
     return _response(server, parsed, entries)
 
@@ -34,7 +34,7 @@ async def embeddings(server: Server, request: Request) -> ASGIApp:
 async def pooling(server: Server, request: Request) -> ASGIApp:
     server.capabilities.require_pooling(request.scope["path"])
     parsed, body = await _read(server, request, lambda parser, raw: parser.embedding(raw, None))
-    answer = Answer.to("pool", request, parsed.model)
+    answer = PooledHead.to(server, "pool", request, parsed.model)
     has_rows = parsed.params.task == "token_embed"
     entries = VectorEntries(answer, "pooling", "data", body.encoding_format, is_list_of_rows=has_rows)
     return _response(server, parsed, entries)
@@ -43,14 +43,16 @@ async def pooling(server: Server, request: Request) -> ASGIApp:
 async def classify(server: Server, request: Request) -> ASGIApp:
     server.capabilities.require_task(request.scope["path"], "classify")
     parsed = await _read(server, request, lambda parser, raw: parser.classification(raw))
-    entries = LabelEntries(Answer.to("classify", request, parsed.model), server.input_encoder.pooling.labels)
+    answer = PooledHead.to(server, "classify", request, parsed.model)
+    entries = LabelEntries(answer, server.input_encoder.pooling.labels)
     return _response(server, parsed, entries)
 
 
 async def score(server: Server, request: Request) -> ASGIApp:
     task = server.capabilities.require_scoring(request.scope["path"])
     parsed, comparison = await _read(server, request, lambda parser, raw: parser.score(raw, task))
-    return _response(server, parsed, ScoreEntries(Answer.to("score", request, parsed.model), Scores(comparison)))
+    answer = PooledHead.to(server, "score", request, parsed.model)
+    return _response(server, parsed, ScoreEntries(answer, Scores(comparison)))
 
 
 async def rerank(server: Server, request: Request) -> ASGIApp:
@@ -58,7 +60,7 @@ async def rerank(server: Server, request: Request) -> ASGIApp:
     task = server.capabilities.require_scoring(path)
     parsed, comparison, body, documents = await _read(server, request, lambda parser, raw: parser.rerank(raw, task))
     shown = path != COHERE_PATH if body.return_documents is None else body.return_documents
-    answer = Answer.to("rerank", request, parsed.model)
+    answer = PooledHead.to(server, "rerank", request, parsed.model)
     entries = RankEntries(answer, Scores(comparison), documents, body.top_n, shown=shown)
     return _response(server, parsed, entries)
 

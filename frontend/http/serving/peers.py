@@ -1,0 +1,222 @@
+"""The other front ends: requests about what one of them alone has, over unix sockets in the server's private directory.
+
+A connection may reach any front end, but a running request, an open session and a stored response are in the memory of
+one, whose number their ids have. The front end that a client has reached sends the request to that one, and passes the
+response on, message by message. Shared memory instead would cost every request something, and the death of one front
+end would concern all.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.frontend.http.schema.errors import ApiError, ClientDisconnected, as_api_error
+from quire.frontend.http.serving.body import MAX_BODY_BYTES
+from quire.frontend.http.serving.gate import REQUEST_ID, TENANT
+from quire.frontend.http.serving.sse import run_until_disconnect
+from quire.frontend.http.serving.tracing import PARENT_HEADERS
+from quire.frontend.ids import front_end_of
+
+TIMEOUT_S = 5.0
+SIZE_BYTES = 8
+MAX_REQUEST_BYTES = MAX_BODY_BYTES + 64 * 1024
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class RelayedRequest(msgspec.Struct, frozen=True):
+    """A request. ``tenant``, ``client_id``: of the client that sends it; ``headers``: those of its trace."""
+
+    method: str
+    path: str
+    query: bytes = b""
+    tenant: int = 0
+    client_id: str = ""
+    body: bytes = b""
+    headers: list[tuple[bytes, bytes]] = []
+
+
+class Peers:
+    """This front end and the others of its server."""
+
+    def __init__(self, directory: Path = Path(), index: int = 0, count: int = 1) -> None:
+        """``index``: number of this front end among ``count``."""
+        self._directory, self.index, self._count = directory, index, count
+
+    def address(self, index: int) -> Path:
+        """Return the socket of a front end."""
+        return self._directory / f"front-end-{index}"
+
+    async def listen(self, app: ASGIApp) -> asyncio.Server | None:
+        """Answer the requests of the other front ends with ``app``; return None if there are none.
+
+        A socket that an earlier process of this number has left is replaced.
+        """
+        if self._count == 1:
+            return None
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # the other process has ended, or gave up
+            ended = OSError, EOFError, TimeoutError, msgspec.MsgspecError, ClientDisconnected
+            with contextlib.closing(writer), contextlib.suppress(*ended):
+                async with asyncio.timeout(TIMEOUT_S):
+                    frame = await _read_frame(reader, MAX_REQUEST_BYTES)
+                request = msgspec.msgpack.decode(frame, type=RelayedRequest)
+                _write_frame(writer, True)  # the request has arrived
+                await _answer(app, request, reader, writer)
+
+        address = self.address(self.index)
+        address.unlink(missing_ok=True)
+        return await asyncio.start_unix_server(serve, str(address))
+
+    def is_elsewhere(self, held_id: str) -> bool:
+        """Whether another front end has what ``held_id`` names, if it exists."""
+        index = front_end_of(held_id)
+        return index is not None and index != self.index and index < self._count
+
+    async def relay(self, request: Request, held_id: str, body: bytes) -> ASGIApp | None:
+        """Return the response of the front end that has what ``held_id`` names; None if that is this one, or it has
+        died.
+
+        Raises:
+            ApiError: 503, the other front end does not answer.
+        """
+        scope, state = request.scope, request.scope["state"]
+        relayed = RelayedRequest(
+            request.method,
+            scope["path"],
+            scope["query_string"],
+            state[TENANT],
+            state[REQUEST_ID],
+            body,
+            [each for each in scope["headers"] if each[0] in PARENT_HEADERS],
+        )
+        connection = await self._send(held_id, relayed)
+        return None if connection is None else _passed_on(*connection)
+
+    async def fetch(self, path: str, held_id: str, tenant: int) -> bytes | None:
+        """Return the body of another front end's response to a GET. None: its status is not 200, it has died, or what
+        ``held_id`` names would be here.
+
+        Raises:
+            ApiError: 503, it does not answer.
+        """
+        connection = await self._send(held_id, RelayedRequest("GET", path, tenant=tenant))
+        if connection is None:
+            return None
+        reader, writer = connection
+        async with _in_time():
+            with contextlib.closing(writer):
+                start, *parts = [message async for message in _messages(reader)]
+            return b"".join(part["body"] for part in parts) if start["status"] == 200 else None
+        return None
+
+    async def _send(self, held_id: str, request: RelayedRequest) -> Connection | None:
+        """Send the request to the front end that has what ``held_id`` names; None if it is this one, or has died."""
+        index = front_end_of(held_id)
+        if index is None or not self.is_elsewhere(held_id):
+            return None
+        async with _in_time():
+            reader, writer = await asyncio.open_unix_connection(str(self.address(index)))
+            with contextlib.ExitStack() as stack:
+                stack.callback(writer.close)
+                _write_frame(writer, request)
+                await _read_frame(reader)  # before any of the response, which may take long: it has arrived
+                stack.pop_all()
+            return reader, writer
+        return None
+
+
+@contextlib.asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Raise ApiError 503 if what is inside takes too long. If the connection breaks, only leave it."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield
+    except TimeoutError:
+        text = "the front end that may have it does not answer: retry later"
+        raise ApiError(503, text, None, "engine_unavailable") from None
+    except (OSError, EOFError):
+        pass
+
+
+def _passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ASGIApp:
+    """Return the response that another front end sends over a connection."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        async def pass_on() -> None:
+            try:
+                async for message in _messages(reader):
+                    await send(message)
+            except EOFError:
+                text = "the front end that has the request has died"
+                raise ApiError(503, text, None, "engine_unavailable") from None
+
+        with contextlib.closing(writer):
+            await run_until_disconnect(receive, pass_on())
+
+    return respond
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[Message]:
+    """Yield the ASGI messages of one response. Raise EOFError if it is not complete."""
+    more = True
+    while more:
+        try:
+            message: Message = msgspec.msgpack.decode(await _read_frame(reader))
+        except OSError:
+            raise EOFError from None
+        if message["type"] == "http.response.start":
+            message["headers"] = [(name, value) for name, value in message["headers"]]
+        else:
+            more = message.get("more_body", False)
+        yield message
+
+
+async def _answer(
+    app: ASGIApp, request: RelayedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Send the messages of the response to the front end that passes it on. An error is a response, too."""
+    scope: Scope = {"type": "http", "method": request.method, "path": request.path, "query_string": request.query}
+    scope["state"], scope["headers"] = {TENANT: request.tenant, REQUEST_ID: request.client_id}, request.headers
+    received = iter([{"type": "http.request", "body": request.body}])
+    started = False
+
+    async def receive() -> Message:
+        if (message := next(received, None)) is not None:
+            return message
+        await reader.read(1)  # nothing follows the request: this ends with the connection
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        nonlocal started
+        started = True
+        _write_frame(writer, message)
+        await writer.drain()
+
+    try:
+        await app(scope, receive, send)
+    except (ClientDisconnected, OSError):
+        raise
+    except Exception as error:
+        if not started:  # otherwise the end of the connection shows that the response is incomplete
+            await as_api_error(error).response(request.path)(scope, receive, send)
+
+
+def _write_frame(writer: asyncio.StreamWriter, message: Any) -> None:
+    """Write the size of a message, and the message."""
+    data = msgspec.msgpack.encode(message)
+    writer.write(len(data).to_bytes(SIZE_BYTES) + data)
+
+
+async def _read_frame(reader: asyncio.StreamReader, most: int | None = None) -> bytes:
+    """Return one message, still encoded; raise EOFError if it has more than ``most`` bytes, or the connection ends."""
+    size = int.from_bytes(await reader.readexactly(SIZE_BYTES))
+    if most is not None and size > most:
+        raise EOFError
+    return await reader.readexactly(size)
