@@ -1,7 +1,6 @@
 """The grammars of running and waiting requests: compiled beside the loop, advanced and turned into bitmasks."""
 
 import json
-import select
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -212,13 +211,6 @@ class GrammarManager:
     def deadline(self) -> float | None:
         """Return when ``result`` must be called next although no answer arrived, or None."""
         return self._masking.deadline(self._clock())
-
-    def sample_inputs(self, record: InFlightStep, proposed: Proposed | None = None) -> tuple[SampleInputs, Events]:
-        """Ask, and wait for the result."""
-        self.ask(record, proposed)
-        while (found := self.result()) is None:
-            select.select([self], [], [], 0.001)
-        return found
 
     def prune(self, live: Collection[Key]) -> None:
         """Forget requests that are not among ``live``, and do not compile their grammars. Does nothing while there are

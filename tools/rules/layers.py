@@ -1,11 +1,9 @@
 """Rules for imports between packages and folders, and for sizes. Banned modules are in bans.py."""
 
 import ast
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from itertools import accumulate, pairwise
-from pathlib import PurePosixPath
 from typing import Any
 
 from sources import Source
@@ -30,9 +28,7 @@ IMPURE |= {"signal", "socket", "subprocess", "tempfile", "threading", "time", "z
 PURE = tuple(f"scheduler_proc/{folder}/" for folder in ("core", "adapters", "costs", "requests", "kv", "beams"))
 """Folders without a clock, socket, thread or file, which import none of those that use them."""
 CALLERS = tuple(f"quire.scheduler_proc.{folder}" for folder in ("process", "structured", "trace"))
-MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 80
-MOST_MODULES = 20
 
 
 def facts(source: Source) -> dict[str, Any]:
@@ -41,7 +37,7 @@ def facts(source: Source) -> dict[str, Any]:
     functions = [node for node in source.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     spans = {f"{node.lineno}: {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     long = [place for place, lines in spans.items() if lines > MOST_LINES_OF_A_FUNCTION]
-    return {"imports": list(_imports(source)), "long": long, "lines": source.text.count("\n")}
+    return {"imports": list(_imports(source)), "long": long}
 
 
 def _imports(source: Source) -> Iterator[str]:
@@ -57,10 +53,6 @@ def problems(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for file, of in facts.items():
         yield from (f"{file}: imports {name}, {why}" for name in of["imports"] if (why := _fault(file, name)))
         yield from (f"{file}:{name} has more than {MOST_LINES_OF_A_FUNCTION} lines" for name in of["long"])
-        if of["lines"] > MOST_LINES:
-            yield f"{file}: has {of['lines']} lines, more than {MOST_LINES}"
-    folders = Counter(str(PurePosixPath(file).parent) for file in facts if not file.endswith("/__init__.py"))
-    yield from (f"{each}: has {n} modules, more than {MOST_MODULES}" for each, n in folders.items() if n > MOST_MODULES)
     graph = _graph(facts)
     yield from _cycle(graph, "modules")
     yield from _cycle(_folders(graph), "folders")

@@ -3,7 +3,8 @@
 The search is by name. It finds: kernels that the product does not use, directly or through other kernels; parameters of
 used kernels that no caller passes; fields of messages, the configuration, KV layouts and attention metadata that are
 never written or never read; kinds of KV groups that no layout has; reasons to wait that nothing names; parameters of
-block hashes that no caller passes. Tools (benchmarks, replay, demo, top) are not product paths.
+block hashes that no caller passes. Tools (benchmarks, replay, demo, top) are not product paths for these. For what a
+trace may need, they are: fields of its lines, methods of the scheduler and the router, and values of enumerations.
 """
 
 import ast
@@ -21,7 +22,11 @@ STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_p
 CHECKED_CALLS = ("group_tables.py", "block_hash.py")  # files whose functions and methods are checked like kernels
 KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
 REASONS = "scheduler_proc/requests/reasons.py"
+TRACES = ("scheduler_proc/trace/lines.py", "router_proc/trace.py")
+METHODS = ("scheduler_proc/", "router_proc/")
+ENUMS = {"Enum", "IntEnum", "StrEnum", "IntFlag", "Flag"}
 OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to users; an interface
+OTHER |= {"Header", "StepSnapshot"}  # lines that other schedulers' traces have too, for their programs and for people
 MOST_ROWS = 21
 
 Place = tuple[str, str]  # of a definition: path of the module, and name
@@ -32,30 +37,30 @@ Calls = dict[str, list[str | int]]
 def facts(source: Source) -> dict[str, Any]:
     if source.name == RESERVED:
         return {"rows": re.findall(r"^\| `([^`]+)` \|", source.text, re.MULTILINE)}
-    if not source.is_product or source.name.startswith(TOOLS):
+    if not source.is_product:
         return {}
+    if source.name.startswith(TOOLS):
+        return {"named": sorted(_reads(source))}
     names, modules = _kernel_names(source)
     definitions = {n.name: n for n in source.tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     if source.package == "kernels":
         return {"kernels": {name: _definition(node, names, modules) for name, node in definitions.items()}}
     attributes = [node for node in source.nodes if isinstance(node, ast.Attribute)]
-    texts = [n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load)}
-    read |= {text for text in texts if text.isidentifier()}
-    read |= {name for node in source.nodes if isinstance(node, ast.MatchClass) for name in node.kwd_attrs}
     found: dict[str, Any] = {
         "uses": sorted(set(_uses(source.nodes, names, modules))),
         "calls": _calls(source.nodes),
         "attributes": sorted({node.attr for node in attributes}),
         "assigned": sorted({node.attr for node in attributes if isinstance(node.ctx, ast.Store)}),
-        "read": sorted(read),
+        "read": sorted(_reads(source)),
+        "members": sorted(_members(source)),
     }
     if source.name.endswith(CHECKED_CALLS):
         found["optional"] = [each for node in source.nodes for each in _optional(node)]
-    if STRUCTS.match(source.name):
-        found["structs"] = [_struct(node) for node in definitions.values() if isinstance(node, ast.ClassDef)]
+    if STRUCTS.match(source.name) or source.name in TRACES:
+        found["structs"] = [_struct(source, node) for node in definitions.values() if isinstance(node, ast.ClassDef)]
     if source.name == LAYOUTS:
-        found["kinds"] = sorted(set(texts))
+        texts = {node.value for node in source.nodes if isinstance(node, ast.Constant)}
+        found["kinds"] = sorted(text for text in texts if isinstance(text, str))
     if source.name == MANAGERS:
         keys = [key for node in source.nodes if isinstance(node, ast.Dict) for key in node.keys]
         found["kinds"] = [key.value for key in keys if isinstance(key, ast.Constant)]
@@ -63,6 +68,27 @@ def facts(source: Source) -> dict[str, Any]:
         values = [n.targets[0] for n in ast.walk(definitions["WaitReason"]) if isinstance(n, ast.Assign)]
         found["reasons"] = [each.id for each in values if isinstance(each, ast.Name)]
     return found
+
+
+def _reads(source: Source) -> set[str]:
+    """Return the attributes that the file reads, and its texts that may be names of some."""
+    read = {n.attr for n in source.nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
+    texts = (n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    read |= {text for text in texts if text.isidentifier()}
+    return read | {name for n in source.nodes if isinstance(n, ast.MatchClass) for name in n.kwd_attrs}
+
+
+def _members(source: Source) -> Iterator[str]:
+    """Yield the values of enumerations, and the methods of the scheduler and the router, as ``Class.name``."""
+    for node in source.tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        if ENUMS & {getattr(base, "id", getattr(base, "attr", "")) for base in node.bases}:
+            values = (n.targets[0] for n in node.body if isinstance(n, ast.Assign))
+            yield from (f"{node.name}.{value.id}" for value in values if isinstance(value, ast.Name))
+        if source.name.startswith(METHODS):
+            names = (n.name for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+            yield from (f"{node.name}.{name}" for name in names if not name.startswith("__"))
 
 
 def _kernel_names(source: Source) -> tuple[dict[str, Place], dict[str, str]]:
@@ -115,10 +141,11 @@ def _optional(node: ast.AST) -> Iterator[tuple[str, str, str | int]]:
                 yield node.name, arg.arg, arg.arg
 
 
-def _struct(node: ast.ClassDef) -> dict[str, Any]:
+def _struct(source: Source, node: ast.ClassDef) -> dict[str, Any]:
     targets = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
     return {
         "name": node.name,
+        "is_line": source.name in TRACES,
         "bases": [getattr(base, "id", "") for base in node.bases],
         "fields": [each.id for each in targets if isinstance(each, ast.Name) and each.id[0] != "_"],
         "built": _calls(ast.walk(node)).get("cls", []),
@@ -138,6 +165,7 @@ def problems(facts: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def unreachable(facts: Mapping[str, Mapping[str, Any]]) -> set[str]:
     product = {path: of for path, of in facts.items() if "uses" in of}
+    tools = {name for of in facts.values() for name in of.get("named", ())}
     kernels = {(path, name): of for path, each in facts.items() for name, of in each.get("kernels", {}).items()}
     uses = {place: {(path, name) for path, name in of["uses"]} for place, of in kernels.items()}
     reached = closure(((path, name) for of in product.values() for path, name in of["uses"]), uses)
@@ -154,7 +182,9 @@ def unreachable(facts: Mapping[str, Mapping[str, Any]]) -> set[str]:
         for function, name, at in optional
         if not (calls.get(function, {"*"}) | KNOBS) & {name, at, "**", "*"}
     }
-    lost |= {*_lost_fields(product, calls), *_lost_kinds(product), *_lost_reasons(product)}
+    lost |= {*_lost_fields(product, calls, tools), *_lost_kinds(product), *_lost_reasons(product)}
+    named = tools.union(*(of["read"] for of in product.values()))
+    lost |= {each for of in product.values() for each in of["members"] if each.split(".")[1] not in named}
     return lost | {name for _, name in entry_points - reached - inner}
 
 
@@ -174,7 +204,9 @@ def closure(start: Iterable[Place], uses: Mapping[Place, set[Place]]) -> set[Pla
     return found
 
 
-def _lost_fields(product: Mapping[str, Mapping[str, Any]], calls: Mapping[str, set[str | int]]) -> Iterator[str]:
+def _lost_fields(
+    product: Mapping[str, Mapping[str, Any]], calls: Mapping[str, set[str | int]], tools: set[str]
+) -> Iterator[str]:
     """Yield the fields that are never read or named, or never written by construction, ``replace`` or assignment."""
     assigned = {name for of in product.values() for name in of["assigned"]}
     read = {name for of in product.values() for name in of["read"]}
@@ -184,7 +216,7 @@ def _lost_fields(product: Mapping[str, Mapping[str, Any]], calls: Mapping[str, s
         written = assigned.union(*(calls.get(name, ()) for name in ("replace", struct["name"], *heirs)))
         written |= set(struct["built"])
         for index, name in enumerate(struct["fields"]):
-            if not written & {name, index, "**", "*"} or name not in read:
+            if not written & {name, index, "**", "*"} or name not in (read | tools if struct["is_line"] else read):
                 yield f"{struct['name']}.{name}"
 
 

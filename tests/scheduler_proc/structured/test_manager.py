@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from grammar_cases import demo_config, tokens_of
-from grammar_manager_case import Case, arrival, constrained, ready, step_of
+from grammar_manager_case import Case, arrival, constrained, ready, sample_inputs, step_of
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.grammar_checks import GrammarRefused
@@ -113,7 +113,7 @@ class TestMasks:
         one, two, finished = (constrained(i, regex="a+") for i in ("1", "2", "3"))
         ready(case, one, two, finished)
         finished.status = RequestStatus.FINISHED_ABORTED
-        inputs, failures = case.manager.sample_inputs(step_of(one, two, finished))
+        inputs, failures = sample_inputs(case.manager, step_of(one, two, finished))
         assert (inputs.step, inputs.handles, inputs.counts, failures) == (7, [1, 2], [1, 1], [])
         assert inputs.bitmask is not None and inputs.bitmask.dtype == np.int32 and len(inputs.bitmask) == 2 * 32
 
@@ -122,29 +122,29 @@ class TestMasks:
         steady, late = constrained("1", regex="abc"), constrained("2", "ab", regex="abc")
         ready(case, steady, late)
         for token in tokens_of("ab"):
-            case.manager.sample_inputs(step_of(steady))
+            sample_inputs(case.manager, step_of(steady))
             steady.tokens.append(token)
-        inputs, _ = case.manager.sample_inputs(step_of(steady, late))
+        inputs, _ = sample_inputs(case.manager, step_of(steady, late))
         assert inputs.bitmask is not None
         first, second = inputs.bitmask.reshape(2, -1)
         assert first.tolist() == second.tolist() and first.any()
-        repeated, _ = case.manager.sample_inputs(step_of(steady))
+        repeated, _ = sample_inputs(case.manager, step_of(steady))
         assert repeated.bitmask is not None and repeated.bitmask.tolist() == first.tolist()
 
     def test_drafts_leave_no_trace_and_a_refused_draft_ends_its_masks(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         one, two = constrained("1", regex="[ab]{4}"), constrained("2", regex="[ab]{4}")
         ready(case, one, two)
-        before, _ = case.manager.sample_inputs(step_of(one))
+        before, _ = sample_inputs(case.manager, step_of(one))
         drafts = [*tokens_of("a"), *tokens_of("c"), *tokens_of("a")]
         proposed = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
-        inputs, failures = case.manager.sample_inputs(step_of(one, two, drafts=3), proposed)
+        inputs, failures = sample_inputs(case.manager, step_of(one, two, drafts=3), proposed)
         assert (inputs.handles, inputs.counts, failures) == ([1, 2], [4, 1], [])
         assert inputs.bitmask is not None and before.bitmask is not None
         masks = inputs.bitmask.reshape(5, -1).tolist()
         assert masks[0] == masks[1] == masks[4] == before.bitmask.tolist()
         assert masks[2] == masks[3] == [-1] * 32
-        after, _ = case.manager.sample_inputs(step_of(one))
+        after, _ = sample_inputs(case.manager, step_of(one))
         assert after.bitmask is not None and after.bitmask.tolist() == before.bitmask.tolist()
 
     def test_invalid_drafts_are_a_worker_fault(self, make_case: Callable[..., Case]) -> None:
@@ -153,13 +153,13 @@ class TestMasks:
         ready(case, one)
         two = Proposed(7, np.array([1], np.int32), np.array([2], np.int32), np.array([5, 5], np.int32))
         with pytest.raises(WorkerFault, match="drafts of step 7: 2 for handle 1, more than requested"):
-            case.manager.sample_inputs(step_of(one, drafts=1), two)
+            sample_inputs(case.manager, step_of(one, drafts=1), two)
 
     def test_a_failing_request_does_not_affect_others(self, make_case: Callable[..., Case]) -> None:
         case = make_case()
         bad, good = constrained("1", "xyz", regex="a+"), constrained("2", regex="a+")
         ready(case, bad, good)
-        inputs, ((client, fail),) = case.manager.sample_inputs(step_of(bad, good))
+        inputs, ((client, fail),) = sample_inputs(case.manager, step_of(bad, good))
         assert inputs.handles == [2] and (client, fail.request_id) == (0, "1")
         assert fail.detail.startswith("request_failed: a sampled token is not allowed")
 
@@ -167,12 +167,12 @@ class TestMasks:
         case = make_case(thinking_start_token_ids=[70], thinking_end_token_ids=[71])
         one = constrained("1", regex="a+")
         ready(case, one)
-        inputs, failures = case.manager.sample_inputs(step_of(one))
+        inputs, failures = sample_inputs(case.manager, step_of(one))
         assert (inputs.handles, failures) == ([1], []) and inputs.bitmask is not None
         thinking = constrained("2", regex="a+")
         thinking.tokens = Tokens(np.array([3, 5, 70], np.int32), None)
         ready(case, thinking)
-        inputs, failures = case.manager.sample_inputs(step_of(thinking))
+        inputs, failures = sample_inputs(case.manager, step_of(thinking))
         assert (inputs.handles, inputs.counts, failures) == ([2], [1], []) and inputs.bitmask is not None
         allowed = np.unpackbits(inputs.bitmask.view(np.uint8), bitorder="little")[: demo_config().model.vocab_size]
         assert np.flatnonzero(allowed == 0).tolist() == list(demo_config().model.eos_token_ids)
@@ -185,9 +185,9 @@ class TestMasks:
         ready(case, one, plain)
         drafts = [60, 71, *tokens_of("a")]
         proposed = Proposed(7, np.array([1], np.int32), np.array([3], np.int32), np.array(drafts, np.int32))
-        first, _ = case.manager.sample_inputs(step_of(plain))
+        first, _ = sample_inputs(case.manager, step_of(plain))
         for _ in range(2):
-            inputs, failures = case.manager.sample_inputs(step_of(one, drafts=3), proposed)
+            inputs, failures = sample_inputs(case.manager, step_of(one, drafts=3), proposed)
             assert (inputs.counts, failures) == ([4], []) and inputs.bitmask is not None and first.bitmask is not None
             thought, last_thought, started, second = inputs.bitmask.reshape(4, -1).tolist()
             assert thought == last_thought and started == first.bitmask.tolist() != thought
@@ -202,7 +202,7 @@ class TestLimits:
         steps = 0
         failures: Any = []
         while not failures:
-            inputs, failures = case.manager.sample_inputs(step_of(good, bad, other))
+            inputs, failures = sample_inputs(case.manager, step_of(good, bad, other))
             steps += 1
         assert inputs.handles == [1, 3] and [fail.request_id for _, fail in failures] == ["2"]
         assert failures[0][1].detail == "request_failed: the grammar takes too long to match"
@@ -212,7 +212,7 @@ class TestLimits:
         ((_, refuse),) = case.manager.poll()
         assert isinstance(refuse, Refuse) and refuse.message == "structured_outputs take too long to match"
         for _ in range(100):
-            inputs, failures = case.manager.sample_inputs(step_of(good, other))
+            inputs, failures = sample_inputs(case.manager, step_of(good, other))
             assert inputs.handles == [1, 3] and not failures
 
     def test_rows_are_filled_together_again_after_fast_steps(self) -> None:

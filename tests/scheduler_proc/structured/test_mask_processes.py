@@ -15,7 +15,7 @@ import psutil
 import pytest
 from engine_processes import engine_processes
 from grammar_cases import demo_backend, demo_config, tokens_of
-from grammar_manager_case import constrained, make_request, step_of
+from grammar_manager_case import constrained, make_request, sample_inputs, step_of
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.worker_messages import Proposed
@@ -77,7 +77,7 @@ def masks_along(manager: GrammarManager, disturb: Callable[[int], None] = lambda
     found = []
     for at, token in enumerate([*tokens_of(TEXT), 0]):
         disturb(at)
-        inputs, failures = manager.sample_inputs(step_of(request))
+        inputs, failures = sample_inputs(manager, step_of(request))
         assert not failures and inputs.bitmask is not None
         found.append(inputs.bitmask.tolist())
         request.tokens.append(token)
@@ -158,7 +158,7 @@ def test_drafts_and_long_messages(manager: GrammarManager) -> None:
     count = len(requests)
     handles, counts = np.array([r.handle for r in requests], np.int32), np.full(count, 2, np.int32)
     with_places = Proposed(7, handles, counts, np.array(drafts * count, np.int32))
-    inputs, failures = manager.sample_inputs(step_of(*requests[:4], drafts=2), _some(with_places, 4))
+    inputs, failures = sample_inputs(manager, step_of(*requests[:4], drafts=2), _some(with_places, 4))
     assert inputs.counts == [3] * 4 and not failures
     assert inputs.bitmask is not None
     found = inputs.bitmask.reshape(4, 3, -1).tolist()
@@ -167,7 +167,7 @@ def test_drafts_and_long_messages(manager: GrammarManager) -> None:
         ready(manager, one)
         for token in drafts[:at]:
             one.tokens.append(token)
-        expected, _ = manager.sample_inputs(step_of(one))
+        expected, _ = sample_inputs(manager, step_of(one))
         assert expected.bitmask is not None
         assert all(rows[at] == expected.bitmask.tolist() for rows in found)
 
@@ -182,7 +182,7 @@ def test_the_helper_of_an_expensive_request_ends_with_it(
     monkeypatch.setattr(Open, "num_bytes", limits.EXPENSIVE_BYTES + 1)
     request = constrained("1", json={"type": "integer", "multipleOf": 1009})
     ready(manager, request)
-    assert manager.sample_inputs(step_of(request))[0].handles == [1]
+    assert sample_inputs(manager, step_of(request))[0].handles == [1]
     own = [p for p in engine_processes(PROCESS) if p.ppid() != os.getpid()]
     assert [os.sched_getscheduler(process.pid) for process in own] == [os.SCHED_IDLE]
     manager.prune(set())
@@ -203,5 +203,5 @@ def test_a_late_mask_comes_later(manager: GrammarManager, monkeypatch: pytest.Mo
         child.resume()
     while manager.has_waiting_requests:
         manager.poll()
-    inputs, failures = manager.sample_inputs(step_of(request))
+    inputs, failures = sample_inputs(manager, step_of(request))
     assert inputs.bitmask is not None and inputs.bitmask.tolist() == masks_here()[0] and not failures

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grammar_cases import EOS
-from grammar_manager_case import PROMPT, Case, arrival, constrained, ready, step_of
+from grammar_manager_case import PROMPT, Case, arrival, constrained, ready, sample_inputs, step_of
 
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.scheduler_proc.core.in_flight import InFlightStep
@@ -101,7 +101,7 @@ class TestLateMasks:
         one, late = constrained("1", regex="[ab]+"), constrained("2", regex="[ab]{2}")
         expensive(case, late)
         ready(case, one, late)
-        expected, _ = case.manager.sample_inputs(step_of(late))
+        expected, _ = sample_inputs(case.manager, step_of(late))
         _shared, private = case.helpers.opened
         private.stopped = True
         case.manager.ask(step_of(one, late))
@@ -113,7 +113,7 @@ class TestLateMasks:
         private.stopped = False
         assert case.manager.poll() == [(0, Release("2"))] and not case.manager.has_waiting_requests
         private.stopped = True
-        inputs, events = case.manager.sample_inputs(step_of(late))
+        inputs, events = sample_inputs(case.manager, step_of(late))
         assert masks_of(inputs) == masks_of(expected) and not events and not private.messages
 
     def test_a_step_of_one_expensive_request_waits_for_it(self, make_case: MakeCase) -> None:
@@ -130,7 +130,7 @@ class TestLateMasks:
         case = make_case()
         one = constrained("1", regex="a+")
         ready(case, one)
-        expected, _ = case.manager.sample_inputs(step_of(one))
+        expected, _ = sample_inputs(case.manager, step_of(one))
         (helper,) = case.helpers.opened
         helper.stopped = True
         case.manager.ask(step_of(one))
@@ -198,7 +198,7 @@ class TestDeaths:
         case = make_case()
         good, bad = constrained("1", regex="a+"), constrained("2", regex="b+")
         ready(case, good, bad)
-        case.manager.sample_inputs(step_of(good, bad))
+        sample_inputs(case.manager, step_of(good, bad))
         for strike in range(MAX_STRIKES):
             helper = case.helpers.opened[-1]
             helper.stopped = True
@@ -254,7 +254,7 @@ class TestMemory:
         expensive(case, one)
         ready(case, one, two, cheap)
         assert [helper.private for helper in case.helpers.opened] == [True, False]
-        case.manager.sample_inputs(step_of(one, two, cheap))
+        sample_inputs(case.manager, step_of(one, two, cheap))
         case.manager.prune({(0, "2"), (0, "3")})
         assert not case.helpers.opened[0].is_dead
         case.manager.prune({(0, "3")})
@@ -265,7 +265,7 @@ class TestMemory:
         one, cheap = constrained("1", regex="a+"), constrained("2", regex="b+")
         expensive(case, one)
         ready(case, one, cheap)
-        case.manager.sample_inputs(step_of(one, cheap))
+        sample_inputs(case.manager, step_of(one, cheap))
         case.helpers.opened[0].grow(MAX_PRIVATE_BYTES + 1)
         assert case.manager.poll() == [(0, Fail("1", f"request_failed: {TOO_LARGE}"))]
         case.manager.prune({(0, "2")})
@@ -278,11 +278,11 @@ class TestMemory:
         case = make_case()
         early, late = constrained("1", regex="a+"), constrained("2", regex="a+")
         ready(case, early)
-        expected, _ = case.manager.sample_inputs(step_of(early))
+        expected, _ = sample_inputs(case.manager, step_of(early))
         case.helpers.opened[0].grow(MAX_SHARED_BYTES + 1)
         case.manager.poll()
         ready(case, late)
-        inputs, events = case.manager.sample_inputs(step_of(early, late))
+        inputs, events = sample_inputs(case.manager, step_of(early, late))
         assert masks_of(inputs) == 2 * masks_of(expected) and not events and len(case.helpers.opened) == 2
         case.manager.prune({(0, "2")})
         assert [helper.is_dead for helper in case.helpers.opened] == [True, False]
@@ -292,11 +292,11 @@ class TestMemory:
         requests = [constrained(str(i), "aa", regex="a+") for i in (1, 2)]
         for request in requests:
             ready(case, request)
-            case.manager.sample_inputs(step_of(request))
+            sample_inputs(case.manager, step_of(request))
             case.helpers.opened[-1].grow(MAX_SHARED_BYTES + 1)
             case.manager.poll()
         assert [helper.is_dead for helper in case.helpers.opened] == [True, False]
-        inputs, events = case.manager.sample_inputs(step_of(*requests))
+        inputs, events = sample_inputs(case.manager, step_of(*requests))
         assert inputs.handles == [1, 2] and not events
 
 
@@ -326,7 +326,7 @@ class TestTenants:
         ready(case, slow, good)
         failures: Any = []
         while not failures:
-            inputs, failures = case.manager.sample_inputs(step_of(slow, good))
+            inputs, failures = sample_inputs(case.manager, step_of(slow, good))
         assert failures == [(0, Fail("90", f"request_failed: {CROWDED}"))] and inputs.handles == [91]
 
 
@@ -339,12 +339,12 @@ def test_many_tokens_are_read_as_one_by_one(make_case: MakeCase) -> None:
     request.max_total_tokens = 1000
     ready(case, request)
     for at in range(100):
-        inputs, failures = case.manager.sample_inputs(step_of(request))
+        inputs, failures = sample_inputs(case.manager, step_of(request))
         assert not failures
         tokens = np.flatnonzero(np.unpackbits(np.asarray(inputs.bitmask).view(np.uint8), bitorder="little"))
         tokens = tokens[~np.isin(tokens, EOS)]
         request.tokens.append(int(tokens[(37 * at + 11) % len(tokens)]))
-    expected, _ = case.manager.sample_inputs(step_of(request))
+    expected, _ = sample_inputs(case.manager, step_of(request))
     case.helpers.opened[0].is_dead = True
     case.manager.ask(step_of(request))
     inputs, failures = case.result()
@@ -358,8 +358,8 @@ def test_a_failure_that_is_noticed_during_a_step_is_part_of_its_result(make_case
     one, other = constrained("1", regex="a+"), constrained("2", regex="b+")
     expensive(case, one)
     ready(case, one, other)
-    case.manager.sample_inputs(step_of(one, other))
+    sample_inputs(case.manager, step_of(one, other))
     case.helpers.opened[0].grow(MAX_PRIVATE_BYTES + 1)
-    inputs, events = case.manager.sample_inputs(step_of(one, other) if in_step else step_of(other))
+    inputs, events = sample_inputs(case.manager, step_of(one, other) if in_step else step_of(other))
     assert inputs.handles == [2] and events == [(0, Fail("1", f"request_failed: {TOO_LARGE}"))]
     assert case.manager.poll() == []

@@ -12,13 +12,25 @@ from scheduler_driver import make_request
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.worker_messages import SampleInputs
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.tokens import Tokens
-from quire.scheduler_proc.structured.manager import GrammarManager
+from quire.scheduler_proc.structured.drafts import Proposed
+from quire.scheduler_proc.structured.manager import Events, GrammarManager
 
 PROMPT = [3, 4, 5]
+
+
+def sample_inputs(
+    manager: GrammarManager, record: InFlightStep, proposed: Proposed | None = None
+) -> tuple[SampleInputs, Events]:
+    """Ask for the bitmasks of a step, and wait for them, as the scheduler's loop does between other work."""
+    manager.ask(record, proposed)
+    while (found := manager.result()) is None:
+        select.select([manager], [], [], 0.001)
+    return found
 
 
 class Gate:

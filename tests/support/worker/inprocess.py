@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from grammar_manager_case import sample_inputs
 from memory_channel import memory_pair
 
 from quire.protocol.config import EngineConfig
@@ -144,7 +145,7 @@ class InProcessEngine:
         if diff.awaits_sample_inputs and not launched.void:
             record = self.scheduler.step_awaiting_inputs
             assert record is not None and record.step == diff.step, "a step before it was not answered"
-            inputs, failures = self.grammars.sample_inputs(record, self.runner.proposed(launched))
+            inputs, failures = sample_inputs(self.grammars, record, self.runner.proposed(launched))
             record.awaits_inputs = False
             for client, fail in failures:
                 self.scheduler.consume(fail, client)
