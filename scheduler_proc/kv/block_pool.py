@@ -59,6 +59,8 @@ class BlockPool:
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.free_block_queue = self._make_queue()
         self.cached_block_hash_to_block = BlockHashToBlockMap()
+        # The null block is the entry of a table where nothing may be read: left of a window, and where a block was
+        # given back. It is block 0, so that tables which begin as zeros name it.
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
 
@@ -128,6 +130,8 @@ class BlockPool:
     def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
         """Allocate ``n`` blocks with ref_cnt 1 and evict their content. Raises IndexError when fewer are free."""
         self.num_changes += 1
+        # The queue raises before it changes anything if too few blocks are free; the loops below cannot fail. So an
+        # allocation either happens or leaves the pool as it was.
         taken = self.free_block_queue.popleft_n(n)
         evicted = [block for block in taken if block.block_hash is not None]
         if evicted:
@@ -150,6 +154,8 @@ class BlockPool:
             block.ref_cnt += 1
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.hit(block.block_id, self.now)
+        # Collected and removed at once, because a queue with pins or tenants looks up a run of blocks cheaper than each
+        # of them.
         self.free_block_queue.remove_n(free)
         self.num_evictable_blocks -= len(free)
         self.num_revived_blocks += len(free)
@@ -167,6 +173,8 @@ class BlockPool:
     def begin_copy(self, blocks: Sequence[KVCacheBlock]) -> Any:
         """Hold free cached blocks while their content is copied elsewhere. Returns an argument of ``end_copy``."""
         self.num_changes += 1
+        # A source must not be reused while it is copied. Holding it as a hit would move it to the end of the queue, so
+        # that storing a content would also protect it from eviction on the device; its place is remembered instead.
         places = self.free_block_queue.take_out(blocks)
         self.num_evictable_blocks -= len(blocks)
         for block in blocks:
@@ -179,6 +187,7 @@ class BlockPool:
         for block in blocks:
             block.ref_cnt -= 1
             self.num_evictable_blocks += block.ref_cnt == 0 and block.block_hash is not None
+        # After the loop: the queue looks at ref_cnt to see which blocks a request has taken meanwhile.
         self.free_block_queue.put_back(blocks, places)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
@@ -205,6 +214,8 @@ class BlockPool:
         self._return_freed(freed)
 
     def _return_freed(self, freed: Sequence[KVCacheBlock]) -> None:
+        # Blocks without content go to the front even if they were used last: evicting a content while an empty block is
+        # free would lose a hit for nothing.
         hashed = [block for block in freed if block.block_hash is not None]
         self.num_evictable_blocks += len(hashed)
         self._queue_freed(freed, hashed)
@@ -237,6 +248,8 @@ class BlockPool:
         for block in blocks:
             block.block_hash = None
             self.num_evictable_blocks -= block.ref_cnt == 0
+            # The queue with pins finds the block by its release, and those have contents only. The plain queue may keep
+            # the block where it is: it is reused a little later than it could be, which costs nothing.
             if self.releases is not None and block.ref_cnt == 0:  # a release has only blocks with a content
                 self.free_block_queue.remove_n((block,))
                 self.free_block_queue.prepend_n((block,))
@@ -275,6 +288,8 @@ class BlockPool:
             block.block_hash = None
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.evicted(block.block_id, self.now)
+        # One call for all blocks of an allocation. Listeners of KV events are told of a key only when its last block is
+        # gone, since any copy of the content can still be hit.
         removed = self.cached_block_hash_to_block.pop_blocks(keys, blocks)
         self.num_evicted_blocks += len(blocks)
         self.num_evictable_blocks -= len(blocks)

@@ -85,6 +85,8 @@ class KVCacheCoordinator(ABC):
 
     def allocate(self, handle: int, num_tokens: int) -> GroupBlocks:
         """Allocate blocks so that each of ``num_tokens`` positions has a slot. Enough blocks must be free."""
+        # All groups are counted before any allocates, in one call to the pool: an allocation for some groups only would
+        # have to be undone, with evictions that cannot be.
         missing = [manager.num_missing_blocks(handle, num_tokens) for manager in self.managers]
         new = iter(self.pool.get_new_blocks(sum(missing)))
         pairs = zip(self.managers, missing, strict=True)
@@ -117,6 +119,8 @@ class KVCacheCoordinator(ABC):
         Other requests hold them, and their group frees no blocks while a request runs.
         """
         pairs = zip(self.managers, computed, strict=True)
+        # Blocks of a window do not count, although others hold them now: the window frees them while the request runs,
+        # and its later blocks are new ones.
         return sum(len(blocks) - num_free(blocks) for manager, blocks in pairs if not manager.skips)
 
     def check(self) -> None:
@@ -164,6 +168,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
     ) -> tuple[GroupBlocks, int]:
         hits: list[list[KVCacheBlock] | None] = [None] * len(self.managers)
+        # A fixed point: the length only falls, so it ends after at most one round per block, and usually after two.
+        # Intersecting the sets of lengths of all groups would look at every block of every group.
         length = max_length // self.alignment * self.alignment
         while length > 0:
             candidate = length
@@ -184,6 +190,8 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         """Store the group's longest hit within ``length`` in ``hits``. Returns its length."""
         manager, known = self.managers[index], hits[index]
         num_blocks = length // manager.block_size
+        # Any prefix of a hit under full attention is a hit, so cutting the list is enough. Under a window it is not: a
+        # shorter length needs other blocks, which must be searched.
         if known is None or (len(known) > num_blocks and not manager.is_prefix_closed):
             known = manager.find_longest_cache_hit(block_hashes, length, self.alignment, contents)
         hits[index] = known = known[:num_blocks]

@@ -71,6 +71,8 @@ class KVEventRecorder:
     def cleared(self, medium: str = "") -> None:
         """Record that a medium has no content, or that none has, and drop the changes before it."""
         self._end_run()
+        # A subscriber that applies the events in order ends with the same state without them, and a reset after a long
+        # idle time would otherwise publish thousands of changes that it undoes.
         self._events = [event for event in self._events if medium and event.medium != medium]
         self._events.append(AllBlocksCleared(medium))
 

@@ -78,6 +78,8 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
 
     def _take_from_largest(self, n: int) -> list[KVCacheBlock]:
         """Take up to ``n`` blocks from the tenant that has the most."""
+        # Tenants are compared once per CHUNK and not per block, because a comparison looks at all of them. A tenant
+        # gives up at most CHUNK blocks more than it should.
         tenant = min(self._queues) if len(self._queues) == 1 else max(self._queues, key=self._weight)
         queue = self._queues[tenant]
         count = min(n, queue.blocks.num_free_blocks)
@@ -91,6 +93,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
         """Return the sort key of a tenant; the largest is evicted from."""
         queue, in_use = self._queues[tenant], self.held[tenant]
         age = self.num_taken - queue.used_at
+        # Without this, contents of tenants that never return would keep their equal share of the pool for ever.
         inactive_for = age if not in_use and age > self._turnover else 0
         return (inactive_for, queue.blocks.num_free_blocks + in_use, -tenant)
 
@@ -103,6 +106,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
                 self._queues[owner].blocks.remove_n((block,))
                 self._remove_if_empty(owner)
             self.num_free_blocks -= 1
+        # A hit counts as activity also if its blocks belong to others, because it shows that the tenant is there.
         if blocks and self.tenant in self._queues:
             self._queues[self.tenant].used_at = self.num_taken
 
@@ -154,6 +158,8 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
                 self._uncached.prepend_n((block,))
             else:
                 queue = self._queue_of(owner, used_at)
+                # The block before the place may have left the queue, or belong to another tenant by now; then the place
+                # says nothing, and the front is right: it was about to be evicted when the copy began.
                 if isinstance(queue.blocks, PinnedFreeQueue) or self._owners.get(place[0].block_id) == owner:
                     queue.blocks.put_back((block,), (place,))
                 else:

@@ -50,6 +50,8 @@ class BlockForks:
         Returns whether enough blocks were free; otherwise nothing has changed.
         """
         managers = self._coordinator.managers
+        # Counted for all groups before anything is shared, for the same reason as in an allocation: nothing must be
+        # undone.
         own = sum(-(-num_tokens // m.block_size) - num_shared_tokens // m.block_size for m in managers)
         if own > self._pool.num_free_blocks - keep_free:
             return False
@@ -57,6 +59,8 @@ class BlockForks:
         new = self._coordinator.allocate(child, num_tokens)
         copies = [_Copy(tail, of[0], is_written) for tail, of in zip(tails, new, strict=True) if tail is not None]
         if copies:
+            # A reference of its own, because the parent may end, and free the source, before the step with the copy is
+            # sent.
             self._pool.touch([copy.source for copy in copies])
             self._copies[child] = copies
         return True
@@ -65,6 +69,8 @@ class BlockForks:
         """Return the ids of (source, target) of the copies for the step being sent; the others are for the next one."""
         taken: list[tuple[int, int]] = []
         for child, copies in list(self._copies.items()):
+            # A parent that computes in the step that is being planned still writes to the source. Workers copy before
+            # they compute, so the copy waits for the next step.
             if copies[0].is_written:
                 taken += [(copy.source.block_id, copy.target.block_id) for copy in copies]
                 self.forget(child)

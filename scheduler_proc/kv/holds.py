@@ -59,6 +59,7 @@ class Holds:
             The hold's number, and the new blocks.
         """
         self._pool.act_for(tenant)
+        # Hits are held before the new blocks are taken, which could evict them otherwise.
         self._pool.touch(cached)
         new = self._pool.get_new_blocks(num_new)
         return self._add(Hold([*cached, *new], tenant)), new
@@ -89,6 +90,7 @@ class Holds:
 
         A request that lacks blocks may be unable to use all that is kept for it, because a copy has failed.
         """
+        # The newest first, as with preemptions: requests that have waited longest keep what they have.
         others = (handle for handle in reversed(self._kept) if handle != last)
         handle = next(others, last)
         found = handle in self._kept

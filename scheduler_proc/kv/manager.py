@@ -138,6 +138,8 @@ class KVCacheManager:
         end = max(num_tokens, min(num_tokens + self._depth, self._max_tokens))
         if self._num_blocks(end, self._most) <= usable:
             return self._most
+        # Searched, not computed: the number of blocks of a chunk depends on every group's window and block size, and it
+        # grows with the chunk, which is all that a bisection needs.
         larger = range(self._least + 1, self._most)
         return self._least + bisect_right(larger, usable, key=lambda chunk: self._num_blocks(end, chunk))
 
@@ -148,10 +150,14 @@ class KVCacheManager:
         """
         if not self.pool.enable_caching or request.skip_reading_prefix_cache:
             return self.coordinator.no_blocks, 0
+        # Always the longest hit, not only as much as pays off: a step computes what follows the hit anyway, and blocks
+        # that are shared cost no memory.
         return self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1, self.pool)
 
     def find_in_all_tiers(self, request: CacheRequest) -> tuple[GroupBlocks, int]:
         """As ``get_computed_blocks``, with pages of other tiers for what the device does not have."""
+        # The device is looked up apart (``get_computed_blocks``), so that an engine whose tiers are empty pays nothing
+        # here.
         pools = [tier.pages for tier in self.tiers if tier.pages.num_cached_blocks]
         if not pools or request.skip_reading_prefix_cache:
             return self.coordinator.no_blocks, 0
@@ -218,10 +224,15 @@ class KVCacheManager:
             assert acknowledged <= num_computed, (
                 f"handle {handle}: {acknowledged} tokens acknowledged, {num_computed} computed"
             )
+            # Before counting: the blocks that the window has passed may be just those that the request needs. By the
+            # acknowledged position, not the planned one: a step in flight may still be rolled back, and its tokens
+            # would then read these blocks again.
             coordinator.remove_skipped_blocks(handle, acknowledged)
         if coordinator.num_blocks_to_allocate(handle, num_tokens, hits) > self.pool.num_free_blocks - keep_free:
             return None
         if computed is not None:
+            # Hits are held before new blocks are taken. In the other order the allocation could evict the very blocks
+            # that were found.
             coordinator.add_computed_blocks(handle, computed)
         return coordinator.allocate(handle, num_tokens)
 
@@ -229,6 +240,8 @@ class KVCacheManager:
         self, parent: CacheRequest, child: CacheRequest, num_shared_tokens: int, keep_free: int, *, is_written: bool
     ) -> bool:
         """Give a child its parent's blocks, and room for one more position. Arguments as of ``BlockForks.fork``."""
+        # First, so that the child's share of the parent's blocks is findable too: only full blocks with a hash may have
+        # two owners without a copy.
         self.cache_blocks(parent, num_shared_tokens)
         self.pool.act_for(child.tenant)
         return self.forks.fork(
@@ -263,6 +276,7 @@ class KVCacheManager:
                 join those that it has already. 0 pins nothing.
         """
         self.pool.act_for(request.tenant)
+        # A pending copy to the request is dropped with it: its target is about to be free.
         self.forks.forget(request.handle)
         self.pool.begin_release(pin)
         self.coordinator.free(request.handle)
@@ -302,6 +316,8 @@ class KVCacheManager:
 
     def drop_device_contents(self) -> None:
         """Drop the device's cached contents, which were lost. Raises AssertionError while a request holds blocks."""
+        # The contents died with the workers. Requests must have been preempted before: a block that is still held would
+        # count as computed in memory that is gone.
         assert not any(manager.req_to_blocks for manager in self.coordinator.managers), "a request holds blocks"
         self.pool.drop_contents()
 
@@ -323,6 +339,8 @@ class KVCacheManager:
     def check(self) -> None:
         """Raise AssertionError unless the ref_cnt of each block is the number of its holders."""
         held = [held for m in self.coordinator.managers for held in m.req_to_blocks.values()]
+        # Every holder must be listed here: one that is missing shows as a count that is too high, a stale one as a
+        # count that is too low.
         self.pool.check([*held, *self.holds.holders(), *self.forks.holders()])
         self.coordinator.check()
         self.forks.check()

@@ -56,6 +56,8 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
         if (freed := self._line.first()) is not None:
             return freed
         while self._pinned:
+            # The highest pin is the youngest program. Giving up the oldest pin first was tried, and made conversations
+            # of coding agents 5 % longer (docs/log/2026-11-27.md).
             pin = max(self._pinned)
             if (freed := self._pinned[pin].first()) is not None:
                 return freed
@@ -68,6 +70,8 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
         if freed.pin:
             line = self._pinned.setdefault(freed.pin, Line(self._line))
         line.add(freed)
+        # Empty lines are dropped in bulk, when their number has doubled. Dropping a line when its last block leaves
+        # would look for it at each hit; never dropping it was a leak of one line per pin that has ended.
         if len(self._pinned) >= self._most_pinned:
             self._pinned = {pin: line for pin, line in self._pinned.items() if line.first() is not None}
             self._most_pinned = 2 * len(self._pinned) + 64
@@ -146,6 +150,8 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
             elif block.block_hash is None:
                 self.prepend_n((block,))
             else:
+                # The place is valid only while the block before it is still in the same release: it may have been
+                # allocated, and freed into another one, during the copy.
                 before = place[0].block_id
                 if before < 0 or self._releases.of_block[before] is freed:
                     freed.blocks.put_back((block,), (place,))

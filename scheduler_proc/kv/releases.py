@@ -118,9 +118,12 @@ class Line:
         if not entries or entries[-1].order < freed.order:
             entries.append(freed)
         else:
+            # Only a release that returns from a pin, or from a copy, is older than the newest entry.
             at = bisect_left(entries, freed.order, self._begin, key=_ORDER)
             if at == len(entries) or entries[at] is not freed:
                 entries.insert(at, freed)
+        # Entries that moved or emptied stay until here, because removing from the middle of a list is O(n). Doubling
+        # the limit makes this O(1) per release.
         if len(entries) >= self._compact_at:
             self._entries, self._begin = list(self), 0
             self._compact_at = 2 * len(self._entries) + 64

@@ -134,10 +134,14 @@ class Saves:
         self._messages: list[MoveBlocks] = []
         of_a_step = -(-config.max_num_batched_tokens // kv.block_size) * len(kv.coordinator.managers)
         self.routes: list[Route] = []
+        # Each tier is filled from the one before it, so contents move down one step at a time and nothing is written to
+        # disk that host memory would have kept.
         source: Tier | None = None
         for target in kv.tiers:
             pool = kv.pool if source is None else source.pages
             holds = kv.holds if source is None else Holds(pool)
+            # A disk may stop answering for seconds, and its sources on the device stay held meanwhile. A quarter of the
+            # pool is what requests can do without.
             most_held = 0.25 if source is None and target.is_slow else 0.5
             choice = StoreChoice(pool, target, of_a_step, config.pipeline_depth, most_held)
             self.routes.append(Route(pool, holds, target, choice, source))
@@ -175,6 +179,9 @@ class Saves:
         planned = [save for route in self.routes if (save := self._begin(route, sent)) is not None]
         for save in planned:
             if save.route.source is None and save.route.target.is_slow and save.after_step > acknowledged:
+                # A disk outlives this engine: a content of a step that fails after all would be found by the next one.
+                # Host memory ends with the engine, so that its copies may begin at once, and only the *name* of the
+                # page waits for the result (``answered``).
                 self._unsent.append(save)
             else:
                 self._send(save)
@@ -187,6 +194,8 @@ class Saves:
         if not (chosen := route.choice.choose(route.num_open)):
             return None
         if route.is_stopped:
+            # One small copy after a long while finds out whether a full or broken disk works again. A large one would
+            # hold many blocks for an answer that is probably no.
             chosen, route.retry_at = chosen[:RETRY_BLOCKS], sent + RETRY_STEPS
         if not (pages := target.take([route.pool.owner_of(block) for block, _ in chosen])):
             return None
@@ -194,6 +203,8 @@ class Saves:
         number = self._numbers.next()
         ids = [page.block_id for page in pages]
         source = route.source
+        # A demotion keeps the generation of its content, because workers compare the page's header with it, and the
+        # bytes are copied as they are.
         target.generations[ids] = number if source is None else source.generations[[b.block_id for b in blocks]]
         save = Save(number, route, blocks, pages, keys, route.holds.hold_sources(blocks), sent)
         route.num_open += len(pages)
@@ -215,6 +226,8 @@ class Saves:
             return False
         route = save.route
         route.answered(len(failed), len(save.pages), answer.seconds, acknowledged)
+        # The copy ended before the result of the step that wrote the content. If that step is void, its blocks lose
+        # their keys, and the page must not have been named in between.
         if route.source is None and save.after_step > acknowledged:
             save.answered = failed
         else:
@@ -234,6 +247,8 @@ class Saves:
         route = save.route
         self._remove(save)
         pages, keys, bad = save.pages, save.keys, []
+        # A content may have been invalidated while it was copied, for example because its logits were not finite. The
+        # source lost its key then, and the copy must not bring the content back under it.
         if failed or [block.block_hash for block in save.blocks] != keys:
             good = [at for at, key in enumerate(keys) if at not in failed and save.blocks[at].block_hash == key]
             bad = [pages[at] for at in sorted(set(range(len(pages))) - set(good))]
@@ -250,6 +265,8 @@ class Saves:
     def begin_epoch(self, *, new_workers: bool) -> None:
         """End what no message will end: all with new workers, otherwise what waits for the result of a step."""
         for save in list(self._open.values()):
+            # With the same workers, copies in flight go on and will be answered. Those that only waited for the result
+            # of a step wait in vain: the new epoch has voided that step.
             if new_workers or save.answered is not None or save in self._unsent:
                 self._remove(save)
                 save.route.target.discard(save.pages)

@@ -67,6 +67,7 @@ class SingleTypeKVCacheManager(ABC):
         assert handle not in self.req_to_blocks, f"handle {handle} already holds blocks: cache hits must be added first"
         self.pool.touch(computed)
         self.req_to_blocks[handle] = list(computed)
+        # Hits have their keys already, and a block cannot be cached twice.
         self.num_cached_block[handle] = len(computed)
 
     def can_share(self, handle: int, num_tokens: int) -> bool:
@@ -80,8 +81,11 @@ class SingleTypeKVCacheManager(ABC):
         """
         held, full = self.req_to_blocks[parent], num_tokens // self.block_size
         self.req_to_blocks[child] = shared = held[:full]
+        # Under a window some of the shared entries are null blocks, which ``touch`` skips and ``share`` does not look
+        # for.
         own = self.pool.touch if self.skips else self.pool.share
         own(shared)
+        # Not the parent's count as it is: it may have cached blocks that end after the shared tokens.
         self.num_cached_block[child] = min(full, self.num_cached_block.get(parent, 0))
         return held[full] if num_tokens % self.block_size else None
 
@@ -99,6 +103,8 @@ class SingleTypeKVCacheManager(ABC):
             return
         filled = self.req_to_blocks[handle][cached:full]
         keys = self.keys(block_hashes, cached, full)
+        # A window may have passed blocks before they were filled by the acknowledged count; a null block must never get
+        # a key.
         if self.pool.null_block in filled:
             kept = [(block, key) for block, key in zip(filled, keys, strict=True) if not block.is_null]
             filled, keys = [block for block, _ in kept], [key for _, key in kept]
@@ -189,6 +195,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         keys = self.keys(block_hashes, 0, max_length // self.block_size)
         hit = contents.get_cached_blocks(keys)
+        # Only with several groups: a hit ends where a block of every group ends.
         surplus = len(hit) % (alignment // self.block_size)
         if surplus:
             del hit[-surplus:]

@@ -27,6 +27,8 @@ class StoreChoice:
         self._pool = pool
         self._target = target
         usable = pool.num_usable_blocks
+        # Sources are held while they are copied, so a store of all free blocks would leave none for the next step, and
+        # a running request would be preempted for the sake of a cache.
         self._reserve = max(1, min(blocks_of_a_step, usable // 8))
         """Free blocks that stores leave to the next step."""
         most = min(int(usable * most_held), target.pages.num_usable_blocks // 2)
@@ -50,6 +52,8 @@ class StoreChoice:
         evicted, revived = self._changes()
         if evicted or revived:
             self._note_changes()
+            # An estimate is enough: the order of eviction is approximate with tenants and pins, and exact books would
+            # cost a lookup for each eviction. A wrong estimate stores a content late, or looks once more.
             self.num_unsaved += max(evicted - self._num_safe, 0)
             self._num_safe = max(self._num_safe - evicted - revived, 0)
         wanted = self._num_wanted(num_storing)
@@ -74,6 +78,7 @@ class StoreChoice:
 
         After a large allocation there are many safe ones, which take no Python code per lookup.
         """
+        # Looked up as one list: the map answers a list of keys without Python code per key.
         blocks = list(islice(self._pool.next_evicted(), self._ahead * 3 // 2))
         keys = [block.block_hash for block in blocks if block.block_hash is not None]
         pages = self._target.pages.find_blocks(keys)

@@ -51,6 +51,7 @@ class Tier:
 
     def take(self, owners: Sequence[int]) -> list[KVCacheBlock]:
         """Return a page to fill for each of these tenants, fewer if fewer are free. Their contents are evicted."""
+        # Fewer pages are no error: what is not stored is merely evicted, as it would be without a tier.
         owners = owners[: self.pages.num_free_blocks]
         taken: dict[int, Iterator[KVCacheBlock]] = {}
         for tenant, count in Counter(owners).items():
@@ -88,6 +89,8 @@ class _DiskPool(BlockPool):
         self.invalid: list[int] = []
 
     def invalidate(self, key: bytes) -> list[KVCacheBlock]:
+        # Forgetting a key in this process is not enough for a disk: the header in the file still names the content, and
+        # the next engine would believe it.
         pages = super().invalidate(key)
         self.invalid += [page.block_id for page in pages]
         return pages
@@ -115,6 +118,8 @@ class DiskTier(Tier):
         """``num_pages`` includes page 0, which describes the file. ``first_id``: as in Tier."""
         self._pool = _DiskPool(num_pages, events)
         super().__init__(self._pool, first_id)
+        # Nothing is stored before all contents of the file are known: a page that seems free might be the one of a
+        # content that the workers have not read yet.
         self.is_open = False
         self.forgotten = forgotten
 
@@ -137,6 +142,8 @@ class DiskTier(Tier):
         ids = contents.page_ids - self.first_id
         groups = np.zeros(count, np.int32) if contents.groups is None else contents.groups
         fits = len(contents.generations) == len(groups) == count and len(contents.keys) % max(count, 1) == 0
+        # The message comes from another process, so that everything is checked before anything changes. Refused
+        # contents cost hits; contents of a wrong page would cost answers.
         if self.is_open or not fits or len(np.unique(ids)) < count or not ((ids > 0) & (ids < num_pages)).all():
             return False
         named = [self.pages.blocks[page] for page in ids.tolist()]
@@ -145,11 +152,15 @@ class DiskTier(Tier):
         size = len(contents.keys) // max(count, 1)
         found = [
             at
+            # Generations are numbers of transfers, which grow over restarts too, so their order is the order in which
+            # contents were stored: the best known replacement for the times of their last use.
             for at in np.argsort(contents.generations, kind="stable").tolist()
             if contents.generations[at] > self.forgotten
         ]
         self.generations[ids] = contents.generations
         pages = [named[at] for at in found]
+        # Held and published like pages that were just filled, so that they enter the queue of evictable pages in this
+        # order.
         self._pool.hold(pages)
         self.publish(pages, [group_key(contents.keys[at * size : (at + 1) * size], int(groups[at])) for at in found])
         self.is_open = contents.is_last

@@ -41,6 +41,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         """Search from the right, looking at each block once: after a missing block only shorter prefixes remain."""
         step = alignment // self.block_size
+        # From the right, because a hit needs only the last blocks of the window. From the left every earlier block
+        # would be looked up, although most of them have been freed long ago.
         index = end = min(max_length // self.block_size, len(block_hashes) // self.granules) // step * step
         first = self._first_block(end)
         blocks = self._blocks_backwards(block_hashes, end, contents)
@@ -49,11 +51,15 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             index -= 1
             block = next(blocks)
             if block is None:
+                # A hole ends all longer hits: each would have to contain it. The next candidate ends before the hole,
+                # at a length that all groups can have, and what was found behind the hole is useless for it.
                 end = index // step * step
                 first = self._first_block(end)
                 found = []
             elif index < end:
                 found.append(block)
+        # Null blocks keep the index of a block equal to its position divided by the block size, in every group and in
+        # the workers' tables.
         return [self.pool.null_block] * first + found[::-1]
 
     def num_held_blocks(self, handle: int) -> int:
@@ -82,12 +88,17 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         if end <= done:
             return
         skipped = held[done:end]
+        # Only this table forgets them. Workers are not sent the change: their tables keep the old ids left of the
+        # window, where no kernel may read.
         held[done:end] = [self.pool.null_block] * len(skipped)
         self.num_skipped_blocks[handle] = end
+        # The last block of a sequence is freed first everywhere, so that it is also evicted first: a prefix without its
+        # end can be hit, an end without its prefix cannot.
         self.pool.free_blocks(reversed(skipped))
 
     def can_share(self, handle: int, num_tokens: int) -> bool:
         held, first = self.req_to_blocks[handle], self.first_read(num_tokens) // self.block_size
+        # A fork of an older position needs blocks that the window of the parent may have passed already.
         return first >= len(held) or not held[first].is_null
 
     def share(self, parent: int, child: int, num_tokens: int) -> KVCacheBlock | None:
