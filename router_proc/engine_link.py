@@ -28,6 +28,7 @@ class EngineLink:
             if self._channel is None:
                 self._channel = self._connect()
                 self._channel.send(Hello(PROTOCOL_VERSION, ROLE, 0, self._pid))
+            # Not before its Welcome: the scheduler may be of another version, and refuse the link.
             elif self._is_welcome:
                 self._num_queries += 1
                 self._channel.send(Control("statistics", self._num_queries))

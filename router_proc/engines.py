@@ -41,6 +41,8 @@ class Feed:
 
     def receive(self, now: float) -> None:
         """Process messages of both sockets, MAX_MESSAGES of each at most."""
+        # Answers before live messages: they close a gap, and what was published after it can then be applied at once
+        # instead of being queued.
         for receive, process in (
             (self._peer.receive_answer, self.follower.answered),
             (self._peer.receive, self.follower.published),
@@ -74,11 +76,15 @@ class KnownEngine:
         if self.feed is not None:
             self.feed.follower.tick(now)
         newest = None
+        # The newest counts. Older ones, which have queued while the router was busy, would make it believe in loads
+        # that have passed.
         while (statistics := self.link.receive()) is not None:
             newest = statistics
         self.link.poll()
         if newest is not None:
             self.pace.update(newest)
+            # Only a bound against damage or malice: an engine that reports ever more blocks would otherwise fill the
+            # router's memory.
             pools = newest.num_usable_blocks + sum(tier.num_pages for tier in newest.tiers)
             self._max_blocks = 2 * pools + SLACK_BLOCKS
         return newest
@@ -121,6 +127,8 @@ class KnownEngines:
         running = {place.engine: place for place in places if place.directory and place.block_size}
         for number, engine in list(self._engines.items()):
             place = running.get(number)
+            # A restarted engine has an empty cache and new sockets under the same number, so that it is followed as
+            # another one.
             if place is None or _identity(place) != _identity(engine.place):
                 self._engines.pop(number).close()
                 self._tenants.forget(number)

@@ -126,6 +126,8 @@ class Follower:
         self.num_damaged += 1
         self._damaged_at = [at for at in self._damaged_at if at > now - FORGIVEN_S]
         self._damaged_at.append(now)
+        # An engine with a bug would otherwise make the router read its whole cache again every second. Without an index
+        # it is still routed to, by its load.
         self._due = now + BACKOFF_S[min(len(self._damaged_at), len(BACKOFF_S)) - 1]
         self._is_waiting, self._is_replaying = True, False
         self._drop_queue()
@@ -145,6 +147,8 @@ class Follower:
         if kind != TOPIC:
             raise Damaged(f"topic {kind[:16]!r} instead of {TOPIC!r}")
         batch = self._decode(payload)
+        # Numbers begin anew with each publisher. Without the incarnation, batch 7 of a new engine could follow batch 6
+        # of an old one.
         if batch.incarnation != self._incarnation:
             self._start_over(now)  # the engine was restarted
         elif sequence == self._next:  # an earlier one was applied
@@ -181,6 +185,8 @@ class Follower:
     def _ended(self, sequence: int, now: float) -> None:
         """Process the end of an answer, which has all batches before ``sequence``."""
         if sequence < self._next:  # of an answer that was requested earlier, or the engine denies its own batches
+            # Answers to a request that was repeated after a time limit may both arrive, so one early end is no sign of
+            # damage; an engine that keeps denying its own batches is.
             if not self._has_ended_early:
                 self._has_ended_early = True
                 self._count_futile()
@@ -199,6 +205,7 @@ class Follower:
     def _catch_up(self, now: float) -> None:
         """Apply the messages that were published in the meantime."""
         self._is_replaying = False
+        # Taken out before they are applied, because applying one may find the next gap and begin to queue again.
         live, had_all = self._live, not self._has_dropped
         self._drop_queue()
         while live and not self._is_replaying:
@@ -210,6 +217,8 @@ class Follower:
 
     def _queue(self, frames: Frames) -> None:
         size = sum(map(len, frames))
+        # Later messages are dropped and not earlier ones: the earliest are needed first, and the engine keeps the
+        # newest for a replay.
         if self._num_queued_bytes + size > MAX_QUEUED_BYTES:
             self._has_dropped = True
             return
@@ -264,6 +273,8 @@ class Follower:
         """Return the events of the counted group. Raises Damaged unless all of them can be true."""
         counted: list[KVEvent] = []
         for event in events:
+            # All events of a batch are checked before the first is used. The index has no way back, and a part of a
+            # false batch would stay in it.
             if event.medium not in MEDIA and not (isinstance(event, AllBlocksCleared) and not event.medium):
                 raise Damaged(f"batch {self._next - 1} has medium {event.medium[:16]!r}: it must be {', '.join(MEDIA)}")
             if isinstance(event, AllBlocksCleared):

@@ -74,6 +74,8 @@ class RouterLoop:
         for command in self._child.take_commands():
             self._on_command(command)
         self._answer()
+        # Between two looks at the questions: a burst of events is bounded by MAX_MESSAGES per engine, and a question
+        # that arrived during it need not wait for the next turn.
         self._engines.receive(self._clock())
         self._answer()
         if self._clock() >= self._tick_at:
@@ -89,6 +91,8 @@ class RouterLoop:
             case "stop":
                 self._running = False
             case "engines":
+                # The Router learns of an engine before its events are followed; events of an unknown engine are
+                # dropped.
                 self._consume(EnginesKnown(command.engines))
                 self._engines.update(command.engines)
                 self._tick_at = self._clock()  # a new engine's events are requested at once
@@ -115,6 +119,7 @@ class RouterLoop:
     def _consume(self, event: RouterEvent, client: int = 0) -> None:
         if self._trace is not None:
             self._trace.consumed(event, client)
+        # Recorded first: if the Router fails on an event, the trace ends with it.
         self.router.consume(event, client)
 
     def _connected(self, client: int, hello: Hello) -> None:

@@ -80,6 +80,8 @@ def _cheapest(question: RoutingQuestion, options: list[Option]) -> EngineChoice:
 
     Ties: the engine that had the job's last request, then the fewest requests, then the longest time since a choice.
     """
+    # Every engine is scored, since there are at most some dozens: sampling two of them, which scales further, would
+    # miss the one that has the prefix.
     scores = [_score(question, option) for option in options]
     least = min(scores)
     tied = [option for option, score in zip(options, scores, strict=True) if score == least]
@@ -99,6 +101,7 @@ def _score(question: RoutingQuestion, option: Option) -> float:
         tokens += HOST_SHARE * option.num_host + DISK_SHARE * option.num_disk
     queue = load.queue_tokens + RUNNING_TOKENS * load.num_running
     if question.adapter and not load.has_adapter(question.adapter):
+        # Added to the queue and not to the tokens: loading delays this request, but evicts no block.
         queue += ADAPTER_TOKENS
     return (WEIGHT - 1.0) * tokens + (tokens + queue) * load.pace  # what is evicted costs the same on any device
 
@@ -116,6 +119,8 @@ def _reason(question: RoutingQuestion, best: Option, options: Iterable[Option], 
 def set_paces(devices: list[tuple[str, EngineLoad]]) -> None:
     """Give each engine the pace of its device, relative to the fastest: the mean of all engines on such a device, so
     that equal ones get equal work after any measurement."""
+    # A mean by device. With the measured pace of its own, an engine that had once been slow got fewer requests than its
+    # equals, or none, and so nothing corrected the measurement (docs/log/2026-11-28.md).
     means = {name: fmean(load.measured for other, load in devices if other == name) for name, _ in devices}
     fastest = min(means.values(), default=1.0)
     for name, load in devices:

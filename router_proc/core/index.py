@@ -140,6 +140,8 @@ class BlockIndex:
         if queue is None:
             return
         self._num_queued -= len(queue.hashes)
+        # Eight bytes of a hash are enough: what they could confuse costs one request a worse engine and never a wrong
+        # token, because each engine compares whole hashes.
         width = len(queue.hashes[0]) // KEY_BYTES
         keys = np.frombuffer(b"".join(queue.hashes), np.uint64)[::width]
         media, stored, lengths = (np.array(column) for column in zip(*queue.runs, strict=True))
@@ -150,6 +152,7 @@ class BlockIndex:
             of_medium = media == medium
             if of_medium.any():
                 counts[medium] += self._table.set_bits(medium, engine, keys[of_medium], stored[of_medium])
+        # Only noted here: what to do about it needs a time, which this has not.
         if sum(counts) > self._limits.get(engine, DEFAULT_MAX_BLOCKS):
             self.overfull.add(engine)
 
@@ -186,6 +189,8 @@ class BlockIndex:
             to = min(at + step, last)
             both = mask & mask_of(keys[to])
             while both != mask:  # a prefix ends after block ``at`` and before block ``to``
+                # Bisected for all engines at once, by their bits: engines that lose the prefix in the same piece
+                # usually lose it at the same block, where conversations part.
                 end, lost = self._first_end(keys, at, mask, to)
                 for engine in bits_of(lost):
                     found[engine] = CachedPrefix(end)
@@ -219,6 +224,7 @@ class BlockIndex:
         columns = self._table.find(np.asarray(keys[:longest:step]))
         hits = {}
         for engine, (length, *_) in found.items():
+            # By samples: the media of a prefix only weigh a score, for which a share of one in 64 is exact enough.
             bit, number = columns[0].dtype.type(1 << engine), -(-length // step)
             elsewhere = (columns[0][:number] & bit) == 0
             num_elsewhere = int(np.count_nonzero(elsewhere))

@@ -73,6 +73,7 @@ class EngineLoad:
         self.num_waiting += 1
         self.queue_tokens += placement.num_uncached
         if placement.first_key:
+            # The newest of equal prompts is kept, because it will be waiting the longest.
             self._expected[placement.first_key] = ticket, keys
 
     def start(self, ticket: Ticket, placement: Placement) -> None:
@@ -88,6 +89,7 @@ class EngineLoad:
         self.num_waiting -= 1
         self.queue_tokens -= placement.num_uncached
         expected = self._expected.get(placement.first_key)
+        # A newer request with the same prompt may have taken the entry over; it stays until that one has started.
         if expected is not None and expected[0] == ticket:
             del self._expected[placement.first_key]
 
@@ -109,6 +111,7 @@ class EngineLoad:
         """Note that a request with this adapter is routed here. The adapters used last are loaded."""
         self._adapters[adapter] = None
         self._adapters.move_to_end(adapter)
+        # A guess at what the engine has loaded. It asks nothing of the engine, and a wrong guess costs a load.
         while len(self._adapters) > max_loras:
             self._adapters.popitem(last=False)
 

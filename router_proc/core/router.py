@@ -84,6 +84,7 @@ class Router:
     def _route(self, route: Route, client: int) -> Routed:
         ticket, job = (client, route.ticket), (route.tenant, route.job_id)
         self._remove(ticket)
+        # A front end that asks once more, because an engine has died, replaces its earlier question.
         options = self._options(route)
         if not options:
             self._choices[-1, ""] += 1
@@ -91,6 +92,7 @@ class Router:
         question = RoutingQuestion(route.num_tokens, route.adapter, self._jobs.get(job, -1) if route.job_id else -1)
         option, reason = choose(self.config.policy, question, options)
         num_cached = min(option.num_cached, route.num_tokens)
+        # The first key that the engine does not have names what this request will add to its cache.
         at = option.num_cached // (self._places[option.engine].block_size or 1) * KEY_BYTES
         placement = Placement(option.engine, route.num_tokens - num_cached, route.keys[at : at + KEY_BYTES])
         self._add(ticket, placement, job, route.keys)
@@ -103,6 +105,8 @@ class Router:
         """Return the engines that accept the request; excluded ones only if there is no other."""
         engines = self._accepting
         if route.excluded:
+            # An engine that has just refused is better than none: it may have room again, and its refusal reaches the
+            # client otherwise.
             engines = [engine for engine in engines if engine not in route.excluded] or engines
         if not route.keys or self.config.policy != "cache":
             return [Option(engine, self._loads[engine]) for engine in engines]
@@ -111,6 +115,8 @@ class Router:
         for engine in engines:
             load, hit = self._loads[engine], hits.get(engine, NO_HIT)
             num_blocks, keys_per_block = hit.num_blocks, load.keys_per_block
+            # Prompts of one conversation or one system prompt often arrive together. Without the blocks that waiting
+            # requests are about to cache, each of them would be sent to another engine, which computes them once more.
             if load.num_waiting:
                 num_blocks = load.num_expected(route.keys, num_blocks * keys_per_block) // keys_per_block
             size = self._places[engine].block_size * keys_per_block
@@ -131,6 +137,8 @@ class Router:
     def _placed(self, placed: Placed, client: int) -> None:
         ticket = client, placed.ticket
         self._remove(ticket)
+        # A front end reports where its requests are when a router was replaced. Engines that ended meanwhile are not
+        # known.
         if placed.engine in self._loads:
             placement = Placement(placed.engine, placed.num_tokens, has_started=placed.has_started)
             self._add(ticket, placement, (placed.tenant, placed.job_id), b"")
@@ -149,6 +157,7 @@ class Router:
         self._placements[ticket] = placement
         load.add(ticket, placement, keys)
         self._num_choices += 1
+        # A count and not a time, so that a replay chooses the same.
         load.last_chosen = self._num_choices
         if job[1]:
             self._jobs[job] = placement.engine
@@ -202,6 +211,7 @@ class Router:
             case BlocksStored():
                 self.index.stored(engine, change.hashes, change.medium)
                 block_size = self._places[engine].block_size
+                # Learned from events, because only the engine knows which of its groups has larger blocks.
                 self._loads[engine].keys_per_block = max(1, change.block_size // block_size) if block_size else 1
             case BlocksRemoved():
                 self.index.removed(engine, change.hashes, change.medium)

@@ -93,15 +93,20 @@ def choose(costs: Costs, found: Prefix, queue: WorkAhead) -> LoadChoice:
         return queue.load_seconds + costs.load_seconds(counts)
 
     rest = costs.prefill_seconds(Prefill.between(found.found_tokens, found.num_tokens), queue.step_tokens, queue.rows)
+    # Loads and steps run beside each other, so the later of both counts, and not their sum.
     load, compute = max(loaded(0), computed(found.hit_tokens)) + rest, computed(found.num_tokens)
     estimates = load, compute, max(computed(found.found_tokens), MIN_LIMIT_S)
     if size := found.block_size:
         fronts = range(found.hit_tokens // size + 1, found.found_tokens // size)
+        # Computing from the front takes longer with each block and loading the rest less, so that the best split is
+        # where they meet.
         at = bisect_left(fronts, True, key=lambda index: computed(index * size) >= loaded(index))
         around = fronts[max(at - 1, 0) : at + 1]  # the last that is computed before the rest is loaded, and the next
+        # At the end of its front the request returns to the queue, which costs it about one step.
         lost = costs.prefill_seconds(Prefill(1), queue.step_tokens, queue.rows)
         splits = [(max(computed(index * size) + lost, loaded(index)) + rest, index) for index in around]
         split, front = min(splits, default=(math.inf, 0))
+        # Estimates are uncertain by some percent, and a split pays for two ways: it must be clearly better.
         if split < SPLIT_GAIN * min(load, compute):
             return LoadChoice("split", front * size, *estimates, loaded(front) - queue.load_seconds)
     if load + MESSAGES_S <= compute:

@@ -77,11 +77,15 @@ class Costs:
     def age(self) -> None:
         """Begin a new engine with these costs: they decide, until the first observations confirm or replace them."""
         for fit in (self._prefill, *self._loads.values()):
+            # Kept, and not dropped: the first requests after a restart would load blindly, from a tier that was known
+            # to be slow.
             fit.age(AGED_WEIGHT)
         self.num_avoided = 0
 
     def step_took(self, prefill: Prefill, rows: int, seconds: float) -> None:
         """Learn from a step with a prefill. ``rows``: its positions of other kinds."""
+        # Steps of decodes only are not observed: they would fit the constant part well and say nothing about a long
+        # prompt.
         self._prefill.observe(_features(prefill, 1, rows), seconds, min(1.0, prefill.tokens / FULL_TOKENS))
 
     def load_took(self, tier: str, num_pages: int, seconds: float) -> None:
@@ -92,6 +96,8 @@ class Costs:
     def avoids_load(self) -> bool:
         """Count a request that computes. Returns whether to load FULL_PAGES of its pages beside it, to learn."""
         self.num_avoided += 1
+        # Probes get rarer by doubling: a tier that is truly slow costs few probes, and one whose first load was unlucky
+        # is tried again soon.
         if self.num_avoided & (self.num_avoided - 1) == 0 and not all(fit.is_firm for fit in self._loads.values()):
             return True
         return self.num_avoided % PROBE_INTERVAL == 0

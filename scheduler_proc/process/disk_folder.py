@@ -164,6 +164,8 @@ class DiskFolder:
             except BaseException as error:
                 ended.set_exception(error)
 
+        # A call into a disk that does not answer cannot be interrupted. The thread is left behind with its open files,
+        # which must then not be closed: another file could get their numbers.
         Thread(target=run, name="disk folder", daemon=True).start()
         try:
             ended.result(seconds)
@@ -182,6 +184,7 @@ class DiskFolder:
             require_private("--ssd-cache-dir", folder, stat.S_ISDIR, PRIVATE, forbidden)
         self._lock = [_open(self._folder / "lock", os.O_CREAT)]
         try:
+            # A lock of the kernel and not a file with a process id: it is gone with the process, however that ends.
             fcntl.flock(self._lock[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
@@ -232,6 +235,8 @@ class DiskFolder:
         try:
             _resize(file, self.num_pages * page_bytes)
             self._describe(file, page_bytes, 0)
+            # A file gets its final name when it has its description, so that a file with that name is either complete
+            # or of others.
             new.rename(path)
         except BaseException:
             new.unlink()
@@ -251,6 +256,8 @@ class DiskFolder:
             found = msgspec.json.decode(body, type=Description)
         except ValueError:
             return None
+        # The name of the folder contains the fingerprint, so this can only happen by hand. Its contents may be
+        # valuable; the operator decides.
         if (found.format, found.fingerprint) != (FORMAT, self._fingerprint):
             raise ConfigError(
                 f"--ssd-cache-dir: {path} belongs to another model or configuration, so its folder was renamed: rename "
@@ -265,6 +272,8 @@ class DiskFolder:
     def _describe(self, file: int, page_bytes: int, forgotten: int) -> None:
         body = msgspec.json.encode(Description(FORMAT, self._fingerprint, page_bytes, forgotten))
         os.pwrite(file, (MAGIC + body + b"\n%08x\n" % crc32(body)).ljust(SECTOR, b"\0"), 0)
+        # This is the only write that must have reached the disk when the call returns: it says which contents may not
+        # be found.
         os.fsync(file)
 
     def _wipe(self, files: Sequence[int], pages: Sequence[int]) -> None:
@@ -287,4 +296,6 @@ def _resize(file: int, size: int) -> None:
     """Give a file its size, with all its bytes allocated."""
     if os.fstat(file).st_size > size:
         os.ftruncate(file, size)
+    # A sparse file would promise room that another program may take: a write would fail later, in the middle of
+    # serving.
     os.posix_fallocate(file, 0, size)

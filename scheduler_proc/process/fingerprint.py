@@ -38,6 +38,7 @@ def fingerprint(config: EngineConfig) -> str:
     """
     digest = sha256()
     settings = {name: getattr(config, name) for name in SETTINGS}
+    # Weights of a checkpoint do not depend on the seed; random ones are different weights with each.
     settings["seed"] = config.seed if config.load_format == "dummy" else 0
     digest.update(msgspec.json.encode(settings, order="deterministic"))
     if config.model_path:

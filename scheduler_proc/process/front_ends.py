@@ -33,6 +33,7 @@ class FrontEnds:
             client, received = found
             if not isinstance(received.message, TenantService) or client in self._routers:
                 return client, received
+            # It changes the order in which tenants are admitted, so that no other client may send it.
             self._clients.refuse(client, "only the router may send TenantService")
         return None
 

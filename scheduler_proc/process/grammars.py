@@ -96,6 +96,8 @@ class Grammars:
         proposed = None
         if has_drafts(record):
             proposed = self._drafts
+            # Draft tokens come from the workers in a message of their own. Masks for other drafts than those would
+            # allow tokens that the grammar forbids.
             if proposed is None or proposed.step != record.step:
                 return False
         self._manager.ask(record, proposed)

@@ -73,6 +73,8 @@ class KVEventPublisher:
         self._pub = self._context_for(endpoint, context).socket(zmq.PUB)
         self._pub.setsockopt(zmq.LINGER, SLOW_PEER_LINGER_MS)
         self._pub.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+        # A subscriber sends subscriptions only. Without a limit a connection could make this process allocate what it
+        # claims to send.
         self._pub.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         failed_endpoint = endpoint
         try:
@@ -137,6 +139,7 @@ class KVEventPublisher:
                 return
             room -= len(payload)
             sequence += 1
+        # An answer has a limit because the loop that sends it also schedules; the peer asks for the rest.
         last = END if sequence == self.next_sequence else MORE
         self._replay.send(peer, [last, _eight_bytes(sequence), incarnation])
 

@@ -69,6 +69,8 @@ class SchedulerLoop:
         self._transport = transport
         self._front_ends = FrontEnds(transport.hub, config, self._on_client_disconnect)
         self._pause = KeptPause(directory, self._front_ends)
+        # Opened before anything that may take long, such as reading the folder of a disk: workers connect to this
+        # socket with their own time limit.
         self._workers: WorkerGroup | None = transport.open_group(worker_epoch)
         self._deadline = StepDeadline()
         self._step_times = StepObservations()
@@ -99,6 +101,7 @@ class SchedulerLoop:
         Raises:
             ConfigError: a file given in the configuration cannot be written.
         """
+        # The watchdog's thread calls this while the loop is stuck, so that the dump shows the events that led there.
         self._child.watch_progress(lambda: self._journal.dump("the scheduler hangs"))
         try:
             while self._running:
@@ -126,18 +129,25 @@ class SchedulerLoop:
     def turn(self) -> None:
         """Run one turn: receive all messages, schedule, send."""
         self._child.progress()
+        # Commands come first: a worker epoch that has ended is then abandoned before anything of it is read.
         for command in self._child.take_commands():
             self._on_command(command)
         if self._scheduler is not None:
+            # The time becomes an event before any decision of this turn. A decision that looked at a clock instead
+            # could not be replayed.
             self._ticks.turn(self._scheduler, self._clock())
         self._receive_from_workers()
         self._receive_from_front_ends()
         if self._scheduler is not None:
+            # After all messages and before the steps: answers of copies may let a waiting request continue in the very
+            # next step.
             self._transfers.turn(self._scheduler, self._workers, self._clock())
             self._grammars.release(self._scheduler)
             if self._workers is not None:
                 self._grammars.send_inputs(self._scheduler, self._workers)
         self._send_steps()
+        # Looked at once a turn, and not where a send fails: the decision that was being sent is valid and recorded, and
+        # the next group executes it.
         if self._workers is not None and self._workers.is_broken:
             self._lose_group("a worker no longer reads messages")
         self._reply()
@@ -159,6 +169,8 @@ class SchedulerLoop:
         masks_due = self._grammars.deadline
         if masks_due is not None and (due_ms := max(0, ceil((masks_due - now) * 1000))) < timeout_ms:
             self._transport.wait(due_ms)
+        # A step is overdue only if nothing at all arrived: a result that lies in a socket, because this process was not
+        # scheduled for seconds, must be read before its workers are blamed.
         elif not self._transport.wait(timeout_ms):
             self.on_silence()
 
@@ -183,10 +195,14 @@ class SchedulerLoop:
         scheduler, workers = self._scheduler, self._workers
         if workers is None or not workers.is_ready:
             return
+        # A step whose bitmasks are missing stops the pipeline: its result decides what the next step contains, and
+        # workers take messages in order.
         while scheduler is not None and scheduler.can_schedule and scheduler.step_awaiting_inputs is None:
             now = self._clock()
             self._journal.before_step()
             step = scheduler.schedule(now)
+            # Loads go before the step and stores after it: a request may wait for a load, but nothing waits for a
+            # store, whose source the step may still be writing.
             self._transfers.send_loads(scheduler, workers, now)
             frames = None if step is None else workers.send(step)
             self._transfers.send_stores(scheduler, workers)
@@ -226,6 +242,8 @@ class SchedulerLoop:
         try:
             while self._workers is not None and (received := self._workers.receive()) is not None:
                 self._on_worker_message(self._workers, *received)
+        # A WorkerFault too, so it must be caught first: here the workers are sound, and have only refused a step that
+        # their memory cannot hold.
         except StepTooLarge as fault:
             self._restart_with_smaller_steps(fault)
         except (WorkerFault, ProtocolError, EngineError) as error:
@@ -239,6 +257,7 @@ class SchedulerLoop:
             case BlocksMoved() | DiskContents() | AdapterLoaded() as answer if self._scheduler is not None:
                 self._transfers.answered(self._scheduler, answer, self._clock())
             case Hello() as hello:
+                # A worker of another version is refused for good, since it would be as wrong after a restart.
                 if reason := mismatch(hello):
                     workers.send_to(rank, Refused(reason, final=True))
                     raise EngineError(f"worker: {reason}")
@@ -269,6 +288,8 @@ class SchedulerLoop:
             duration = self._deadline.result_received(received.message.step, now)
             scheduler.consume(received.message)
             self._step_times.result(duration, self._clock() - now)
+            # Recorded after the Scheduler has taken it: a message that it refuses with an error is not an event, and a
+            # replay must not see it.
             self._journal.consumed(0, received.frames, received.message)
         self._grammars.send_inputs(scheduler, workers)
         if scheduler.num_results > before:
@@ -291,6 +312,8 @@ class SchedulerLoop:
             self._lose_group(str(fault))
             return
         assert self._scheduler is not None
+        # Half of the budget at a time, because how much memory a step takes is not known: its peak depends on the
+        # kernels' workspaces.
         budget_halved = self._scheduler.halve_token_budget()
         budget = self._scheduler.config.max_num_batched_tokens
         log.error("step failed; running requests will be recomputed", reason=fault, max_num_batched_tokens=budget)
@@ -316,14 +339,19 @@ class SchedulerLoop:
             return
         if self._scheduler is not None:  # otherwise no request runs, and the supervisor logs the reason
             log.error("workers lost; running requests will be recomputed by new workers", reason=reason)
+        # A worker that reports its own fault ends by itself. A second report would count one death twice, of which five
+        # in a row end the engine.
         if not ends_itself:
             self._child.report(Report("group_failed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
+        # Closed at once: the next group has sockets of its own, so that no late message of these workers can be read as
+        # one of theirs.
         self._transport.close_group(workers)
         self._deadline.forget()
         self._transfers.forget()
         self._num_too_large = 0
         if self._begin_worker_epoch(reason, budget_halved=False, new_workers=True):
             self._child.report(Report("suspect_confirmed", " ".join(reason.split()), worker_epoch=workers.worker_epoch))
+        # Last, when the Scheduler has preempted everything: a front end that reads it may ask at once.
         self._front_ends.announce(EngineState("recovering" if self._scheduler is not None else "loading"))
 
     def _open_group(self, command: Command) -> None:
@@ -335,6 +363,8 @@ class SchedulerLoop:
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
         scheduler = self._scheduler or self._make_scheduler(workers, ready.pool_size, ready.plan.block_size)
+        # A replacement with a smaller pool could not hold the requests that are running, and a replay would have
+        # another pool. It is refused rather than adapted to.
         found = ready.pool_size, ready.plan.block_size
         expected = scheduler.kv.pool.num_usable_blocks + 1, self._config.block_size
         if found != expected:
@@ -348,6 +378,8 @@ class SchedulerLoop:
 
     def _make_scheduler(self, workers: WorkerGroup, num_blocks: int, block_size: int) -> Scheduler:
         """Make the Scheduler. ``block_size``: one that the workers' attention kernels can read."""
+        # Only now, because the workers' attention library decides which block sizes it can read. The first group
+        # decides for the engine's whole time.
         self._config = msgspec.structs.replace(self._config, block_size=block_size)
         self._layout = self._layout.with_block_size(block_size)
         header = TraceHeader(self._config, self._layout, num_blocks, *self._transfers.open(workers))
@@ -370,6 +402,8 @@ class SchedulerLoop:
                 refusal = Rejected(request.request_id, "loading", "", "the engine is still loading")
                 self._front_ends.send(client, refusal)
             case event if self._scheduler is not None and isinstance(event, ClientEvent):
+                # Looked up before the Scheduler takes the event, which adds the request: a second one with the same id
+                # is refused and must not be held for its grammar.
                 is_known = (client, getattr(event, "request_id", "")) in self._scheduler.table.requests
                 self._scheduler.consume(event, client)
                 self._journal.consumed(client, received.frames, event)
@@ -391,6 +425,7 @@ class SchedulerLoop:
         After an unforeseen error the state may be inconsistent, so only the dump is written.
         """
         reason = str(error)
+        # Only an expected error leaves a state in which requests can be ended one by one.
         if isinstance(error, QuireError):
             if self._scheduler is not None:
                 self._scheduler.fail_all("engine_fault: the engine stopped")

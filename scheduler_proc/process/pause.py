@@ -61,6 +61,8 @@ class KeptPause:
         try:
             fresh = file.with_suffix(".new")
             fresh.write_text(pause)
+            # Replaced in one step: a half-written file would be read as no pause, and a server that is meant to be
+            # silent would begin to serve.
             fresh.replace(file)
         except OSError as error:
             log.error("the pause would not survive the scheduler", reason=error.strerror)

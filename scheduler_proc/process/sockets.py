@@ -96,6 +96,8 @@ class Sockets:
 
     def _open_local(self, worker_epoch: int, rank: int) -> ZmqChannel:
         address = worker_address(self._directory, worker_epoch, rank)
+        # Each epoch has sockets of its own, and the epoch is in each frame: either alone would keep late messages out,
+        # and a bug in one is caught by the other.
         channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, worker_epoch), bind=True)
         self._files[channel.socket] = SocketFile(channel.socket, address)
         return channel
@@ -134,6 +136,8 @@ class Sockets:
         """Make an anonymous file per rank. A page of it takes memory when it is first written."""
         made = []
         for rank, size in enumerate(page_bytes):
+            # An anonymous file and not shared memory by name: it ends with the last process that has it, so that no
+            # start has to clean up after a kill.
             descriptor = os.memfd_create(f"quire-pages-{rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, num_pages * size)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # a truncated page would end its reader

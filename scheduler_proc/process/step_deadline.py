@@ -57,6 +57,7 @@ class StepDeadline:
     def forget(self) -> None:
         """Forget steps in flight and learned durations: the workers are replaced."""
         self._in_flight.clear()
+        # New workers compile their kernels again, and a deadline learned from warm ones would end them.
         self._seconds.clear()
 
     def remaining(self, now: float) -> float | None:
@@ -68,4 +69,6 @@ class StepDeadline:
 
     def allowed(self, size: int) -> float:
         seconds = self._seconds.get(size)
+        # The maximum and not a mean: the deadline shall catch a hang, and a step that took long once may do so again. A
+        # wrong suspicion costs all requests a recomputation.
         return FIRST_STEPS_S if seconds is None else max(FLOOR_S, TIMES_USUAL * max(seconds))

@@ -51,6 +51,8 @@ class TierTransfers:
         self._memory: list[HostPages] = []
         """The memory of each rank."""
         self._files: PageFiles | None = None
+        # The first scheduler opens the folder before weights are loaded, so that a wrong folder ends the start in
+        # seconds and not after minutes.
         if config.ssd_cache_bytes and worker_epoch == FIRST_WORKER_EPOCH:
             self._files = transport.find_page_files(config, is_restart=False)
         self._fingerprint: Future[Fingerprint] | None = None
@@ -115,6 +117,8 @@ class TierTransfers:
         if self._fingerprint is None or self._fingerprint.done():
             self._send_places(scheduler, workers)
             return
+        # The engine serves meanwhile. Pages that were stored now would name the state of the files and not their
+        # fingerprint, and could not be told from those of other weights.
         self._waiting = workers
         if has_host and tiers[0].is_open:
             self._consume(scheduler, HostMemory(False))
@@ -139,6 +143,8 @@ class TierTransfers:
         """
         if self._fingerprint is not None:
             digest, state = self._fingerprint.result()
+            # A file may have been replaced between the hash and the load. Contents of either would then be found under
+            # the name of the other.
             if workers.files == {state}:
                 return digest
             log.error("the checkpoint changed after its start, so earlier contents are not found: restart the engine")
@@ -147,6 +153,8 @@ class TierTransfers:
     def send_loads(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
         """Send loads of blocks and adapters, which need not wait for the step that was just decided."""
         for load in scheduler.transfers.take_loads():
+            # A load is a bet against computing: the limit is the time in which the request would have computed the
+            # blocks. Without it, a disk that hangs would hold its requests for ever.
             self._deadlines[load.transfer] = now + scheduler.transfers.load_limit(load.transfer)
             workers.send(load)
         self._load_adapters(scheduler, workers, now)
@@ -226,6 +234,8 @@ class TierTransfers:
             workers, self._waiting = self._waiting, None
             self._send_places(scheduler, workers)
         if files is not None and disk is not None and disk.forgotten > files.forgotten:
+            # On disk before the reply is sent: an administrator who has reset the cache relies on it, also if the
+            # engine is killed in the next moment.
             files.forget(disk.forgotten)
         if workers is not None:
             self.send_stores(scheduler, workers)

@@ -68,6 +68,8 @@ class WorkerGroup:
 
     def send(self, message: Any) -> Frames:
         """Send to all ranks. Returns the frames for rank 0, even when sending failed."""
+        # All ranks get the message also if one of them is broken, so that the others do not wait in a collective
+        # operation for a step that only some have.
         sent = [self.send_to(rank, message) for rank in range(self.size)]
         return sent[0]
 
@@ -75,6 +77,7 @@ class WorkerGroup:
         """Send to one rank. A failure sets ``is_broken``; the decision remains valid and the next group executes it."""
         try:
             return self._channels[rank].send(message)
+        # Not raised: the decision has been made, and the turn must end with it recorded.
         except SendFailed as error:
             self.is_broken = True
             return error.frames
@@ -90,6 +93,8 @@ class WorkerGroup:
             EngineError: the ranks disagree on a step, so their states differ.
             ProtocolError: a frame is corrupt or missing.
         """
+        # Ready is held back rather than answered with an error: hashing this machine's files may take longer than a
+        # node's loading.
         is_known = self._checkpoint is None or self._checkpoint.done()
         if self._early and is_known:
             return self._early.popleft()
@@ -99,6 +104,8 @@ class WorkerGroup:
                     case Digest() as digest:
                         self._digests.setdefault(digest.step, {})[rank] = digest.value
                     case ModelRunnerOutput() if self.size > 1:
+                        # A result of rank 0 is not used before all ranks agree, because ranks whose states differ give
+                        # tokens that look plausible.
                         self._held.append(received)
                     case BlocksMoved() as moved if self.size > 1:
                         answers = self._moved.setdefault(moved.transfer, {})
@@ -130,6 +137,8 @@ class WorkerGroup:
             ConfigError: a node has another checkpoint than this machine.
             EngineError: the ranks do not fit each other.
         """
+        # Another fine-tuning of the same architecture has the same shapes: nothing else would notice it, and its ranks
+        # would mix two models.
         if self._checkpoint is not None and ready.files != self._checkpoint.result().digest:
             raise ConfigError(
                 f"rank {rank} has loaded another model than this machine has at the same path, or it changed "
@@ -141,6 +150,7 @@ class WorkerGroup:
         self.is_ready = True
         if len({r.plan.block_size for r in self._ready.values()}) > 1:
             raise EngineError("the ranks chose different KV block sizes: their attention libraries must be the same")
+        # One block table serves all ranks, so the rank with the least memory decides.
         fewest = [min(counts) for counts in zip(*(r.num_blocks for r in self._ready.values()), strict=True)]
         slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
         devices = ", ".join(sorted(each.plan.device for each in self._ready.values()))
@@ -172,6 +182,7 @@ def common_contents(answers: Sequence[Sequence[DiskContents]]) -> DiskContents:
         EngineError: arrays do not fit each other.
     """
     common, *others = [_in_columns(parts) for parts in answers]
+    # A rank that cannot read its file has no content, and a prefix must be complete on all ranks.
     if reason := next((part.reason for parts in answers for part in parts if part.reason), ""):
         return DiskContents(common[0][:0], common[1][:0], b"", reason=reason)
     for columns in others:

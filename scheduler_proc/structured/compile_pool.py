@@ -124,6 +124,8 @@ class CompilePool:
                 popped = lane.queue.pop()
                 if popped is None:
                     self._changed.wait()
+                # Withdrawn jobs are left in the fair queue and skipped here, because removing from its middle would
+                # need a search.
                 elif self._queued.pop(popped[1].source, None) is not None:
                     return popped[1]
 
@@ -131,9 +133,12 @@ class CompilePool:
         check = self._make_check()
         while (job := self._next(lane)) is not None:
             outcome = self._outcome(check, job.wanted, lane.cpu_seconds)
+            # Compiled from the beginning again: a library cannot pause. The quick lane has lost at most QUICK_SECONDS,
+            # which bounds the delay of all others.
             if isinstance(outcome, GrammarTooSlow) and lane is self._quick:
                 self._put(self._slow, job)
                 continue
+            # Before the byte in the pipe: the reader empties the pipe first, so that no outcome can stay unread.
             self._outcomes.append((job.source, outcome))
             with contextlib.suppress(BlockingIOError):  # the pipe is full, so it is readable
                 os.write(self._write_fd, b"x")

@@ -64,6 +64,8 @@ class Guard:
         except HelperDied as died:
             if not died.was_killed:
                 raise _refusal(died, cpu_seconds) from None
+            # The kernel's out-of-memory killer takes any process. A client should not get an error for another
+            # program's memory.
             return self._check_again(wanted, cpu_seconds)
 
     def close(self) -> None:
@@ -86,6 +88,7 @@ class Guard:
 
 
 def _refusal(died: HelperDied, cpu_seconds: float) -> GrammarRefused:
+    # Busy is retried by clients, refused is cached for all later requests: only the grammar's own fault may be cached.
     if died.was_killed or died.was_starved:
         return GrammarBusy()
     return GrammarTooSlow(cpu_seconds) if died.took_too_long else GrammarRefused(CRASHED)
@@ -106,6 +109,8 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
 
 
 def _compile(backend: GrammarBackend, wanted: StructuredOutputs) -> _Checked:
+    # Resident memory of the process, since the libraries do not tell what a grammar takes. It is measured here, where
+    # nothing else allocates.
     before, peak_before = resident_bytes(), _peak_bytes()
     try:
         compiled = backend.compile(wanted)

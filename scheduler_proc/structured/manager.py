@@ -150,6 +150,8 @@ class GrammarManager:
         if not isinstance(outcome, CompilingGrammar):
             return self._decide_all(source, outcome)
         tenants = [self._waiting[key].tenant for key in self._compiling[source] if self._is_waiting(key, source)]
+        # The helper that will fill its masks compiles the grammar before the request starts. Otherwise the first step
+        # would wait for a compilation.
         if tenants and not self._prepare(source, outcome, tenants[0]):
             return self._decide_all(source, GrammarBusy())
         self._put(source, outcome)
@@ -176,6 +178,7 @@ class GrammarManager:
         if isinstance(outcome, GrammarRefused):
             code = BUSY if isinstance(outcome, GrammarBusy) else REFUSED
             return client, Refuse(request_id, *code, str(outcome))
+        # Before the release: the request may be in the next step, which asks for its mask.
         self._masking.add(key, outcome, wait.tenant)
         return client, Release(request_id)
 
@@ -218,6 +221,8 @@ class GrammarManager:
         self._masking.prune(live)
         if len(self._waiting) < self._prune_from:
             return
+        # A compilation is withdrawn only if no live request waits for its grammar any more; several requests may share
+        # one.
         ended = {self._waiting.pop(key).source for key in [key for key in self._waiting if key not in live]}
         for source in ended.difference(wait.source for wait in self._waiting.values()):
             if self._pool.withdraw(source):
@@ -232,6 +237,8 @@ class GrammarManager:
 
     def _put(self, source: Source, outcome: Outcome) -> None:
         """Cache an outcome; the helpers forget the grammars that the cache drops."""
+        # The helpers' memory follows this cache, which counts bytes, so that a stream of different grammars has a
+        # bound.
         for dropped in self._cache.put(source, outcome):
             if isinstance(dropped, CompilingGrammar) and dropped is not outcome:
                 self._helpers.forget_grammar(dropped.number)

@@ -161,6 +161,8 @@ class Masking:
         outputs = [(request, self._output_of(request)) for request in requests]
         num_private = sum(self._is_expensive(output) for _, output in outputs)
         num_rows = len(record.steady) + sum(row.samples for row in record.rows.values())
+        # Patience is computed once per step. A limit that moved with the time would let each late mask extend the wait
+        # for the others.
         until = now + self._patience.limit(len(outputs), now)
         self._step = _Step(record, outputs, num_rows, num_rows > num_private, now, until)
         wanted = []
@@ -192,6 +194,8 @@ class Masking:
         live = [(request, output) for request, output in step.outputs if not request.status.is_finished]
         awaited = [output for _, output in live if output.awaits]
         has_ready = len(awaited) < step.num_rows - len(step.outputs) + len(live)
+        # One late mask delays every row of the step, so that the wait is worth it only while it costs less than what
+        # the held request loses.
         if any(now < self._deadline(step, output, has_ready) for output in awaited):
             step.has_waited |= has_ready
             return None
@@ -203,6 +207,7 @@ class Masking:
             if output.number not in self._by_number:
                 continue  # one of the events is its failure
             if output.awaits:
+                # Held and not failed: the request leaves this step only, and continues when its mask is there.
                 self._held.add(output.number)
                 events.append((request.client, Hold(request.request_id, "grammar")))
             elif fail := self._failure(output):
@@ -271,6 +276,8 @@ class Masking:
             if helper is None:
                 self._unsent[output.number] = output
                 continue
+            # One message per helper and step, however many rows: the wake-up of the other process costs more than its
+            # content.
             fill = fills.get(helper)
             if fill is None:
                 fill = fills[helper] = Fill(next(self._numbers), [], [])
@@ -280,6 +287,8 @@ class Masking:
                 continue
             if output.num_sent < 0:
                 self._begin(output, request, helper)
+            # Only new tokens are sent. The helper keeps the position of each output; one that replaces a dead helper
+            # gets all of them.
             tokens = request.tokens.tail(output.num_sent)
             output.num_sent += len(tokens)
             output.ask = fill.ask
@@ -293,11 +302,15 @@ class Masking:
         """Return the helper of an output, moving it if needed; None while there is none, or when its request fails."""
         request = output.request
         assert request is not None
+        # A grammar that has shown to be expensive moves to a process of its own: in the shared one its masks would
+        # delay those of all others.
         if output.helper is not None and output.helper.is_private < self._is_expensive(output):
             output.helper.send(Forget([output.number]))
             output.leave()
         if output.helper is None:
             private = self._is_expensive(output)
+            # Refused instead of queued: processes are the bound of what expensive grammars may take, and a queue of
+            # them would be as long as clients like.
             if private and not self._helpers.has_room(output.grammar, output.tenant):
                 output.awaits, output.reason = False, CROWDED
                 self._answered(output)
