@@ -6,41 +6,16 @@ from typing import Any
 
 import httpx
 import pytest
-from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused
+from abuse import COMPLETIONS, AbusedServer, assert_refused
 from abused_app import AbusedApp
 from front_end import EndlessEngine
 
 from quire.frontend.http.serving.metrics import Metrics
 
-MODELS = (
-    *("../../etc", "..\\..\\x", "/", "//", "quire-demo ", " quire-demo", "Quire-Demo", "quire-demo\n"),
-    "quire-demo\x00",
-    *("quire-demo:lora", "quire-demo/../x", "lora/x", "file:///x", "http://x/y", "a\nb\x1b[31mred", "\x1b]0;t\x07"),
-    "m" * 10**6,
-    *('a"b', "a\\", "{model}", "%s%n", "$(id)", "`id`", "\u202egnp", "😀" * 1000, "', 'x", "\r\nx-a: b", "None"),
-    "null",
-)
-NO_NAMES: tuple[Any, ...] = (0, 1, True, False, 1.5, [], ["quire-demo"], {}, {"id": "quire-demo"})
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-def test_unknown_models(app: AbusedApp, path: str) -> None:
-    bodies = {COMPLETIONS: {"prompt": [5]}, CHAT: {"messages": MESSAGES}, "/tokenize": {"prompt": "x"}}
-    body = bodies.get(path, {"tokens": [5]})
-    for name in MODELS:
-        error = assert_refused(app.post(path, {**body, "model": name}), 404, "model", "does not exist")
-        assert error["code"] == "model_not_found" and len(error["message"]) < 200 * 6
-    for value in NO_NAMES:
-        assert_refused(app.post(path, {**body, "model": value}), 400, "model", "model must be a string")
-
-
-SALTS: tuple[Any, ...] = ("", "x" * 1025, "x" * 10**6, "é" * 1025, 0, 5, True, 1.5, [], ["x"], {}, {"salt": "x"})
 GOOD_SALTS = ("x", "\x00", "a\nb", "😀" * 1024, "../../etc", "None", "null", " ", "\u202e", "%s", "\x1b[31m", "'", '"')
 
 
 def test_cache_salts(server: AbusedServer) -> None:
-    for salt in SALTS:
-        assert_refused(server.complete(cache_salt=salt), 400, "cache_salt", "string of 1 to 1024 characters")
     for salt in GOOD_SALTS:
         prompt = [*range(100, 140)]
         first, again = (server.complete(prompt=prompt, cache_salt=salt).json()["usage"] for _ in range(2))
@@ -48,20 +23,6 @@ def test_cache_salts(server: AbusedServer) -> None:
         assert cached == [0, 32], "only the cache of its own salt is hit"
 
 
-JOBS: tuple[Any, ...] = (
-    "",
-    "x" * 257,
-    "x" * 10**6,
-    "é" * 257,
-    "a\nb",
-    "\x00",
-    "\x1b[31m",
-    "\x7f",
-    "a\x85",
-    "\r\n",
-    "\t",
-)
-JOBS += (0, 5, -1, True, 1.5, [], ["x"], {}, {"id": "x"})
 GOOD_JOBS = ("x", "é" * 256, " ", "../../etc", "None", "null", "\u202e", "%s", "'", '"', "{}", "a,b", "😀")
 JOB_FIELDS = ("job_id", "nvext.agent_context.session_id", "nvext.agent_context.trajectory_id")
 
@@ -76,8 +37,6 @@ def test_job_ids(app: AbusedApp, path: str) -> None:
             fields = {parent: fields}
         return {"prompt": [5], "max_tokens": 1, **fields}
 
-    for value in JOBS:
-        assert_refused(app.post(COMPLETIONS, body(value)), 400, path, "1 to 256 characters")
     for value in GOOD_JOBS:
         assert app.post(COMPLETIONS, body(value)).status_code == 200
         assert app.engine.jobs[-1].id == value

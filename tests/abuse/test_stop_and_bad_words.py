@@ -1,35 +1,13 @@
 """Stop strings and bad words: too many, too long, empty, with odd characters, or of another type."""
 
-from typing import Any
-
 import pytest
-from abuse import AbusedServer, assert_refused
+from abuse import AbusedServer
 from abused_app import AbusedApp
 
 ODD = (
     *("\x00", "\n", "\t", "\ufffd", "\u202e", "\ufeff", "😀", "👩‍👩‍👧", "e\u0301", "\U0010ffff", "<|im_end|>"),
     *("\ue0f0", "\\", '"', "'", "%s"),
 )
-INVALID_STOPS: list[Any] = [
-    *("", [""], ["x", ""], [None], ["x", None], [5], ["x", 5], [True], [["x"]], [{}], {}, {"a": "x"}, 5, 1.5, True),
-    False,
-    *(["x"] * 65, ["x"] * 10_000, [""] * 10_000, "x" * 1025, "x" * 10**6, ["x", "y" * 1025], ["😀" * 1025]),
-    *(["x" * 1024] * 9, ["x" * 200] * 64, [chr(0x4E00 + i) * 1024 for i in range(64)], ["a" * 1024] * 64),
-]
-INVALID_BAD_WORDS: list[Any] = [
-    *("", "x", [""], ["x", ""], [None], [5], [True], [["x"]], [{}], {}, 5, 1.5, True, ["x" * 257], ["x", "y" * 10**6]),
-    *(["x"] * 1025, ["x"] * 100_000, ["ж" * 250], ["\u0301" * 256], ["😀" * 100], [[5]], [[1024]], ["x", 5, "y"]),
-]
-
-
-def test_invalid_stop_strings(app: AbusedApp) -> None:
-    for stop in INVALID_STOPS:
-        assert_refused(app.complete(stop=stop), 400, "stop", "stop")
-
-
-def test_invalid_bad_words(app: AbusedApp) -> None:
-    for words in INVALID_BAD_WORDS:
-        assert_refused(app.complete(bad_words=words), 400, "bad_words", "bad_words")
 
 
 def test_stop_strings_of_odd_characters(app: AbusedApp, monkeypatch: pytest.MonkeyPatch) -> None:

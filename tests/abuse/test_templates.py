@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from abuse import CHAT, COMPLETIONS, MESSAGES, AbusedServer, assert_refused, short
+from abuse import CHAT, MESSAGES, AbusedServer, short
 from abused_app import AbusedApp
 from engine_processes import engine_processes, processes_of
 from grammar_cases import DEMO
@@ -268,32 +268,6 @@ def test_special_tokens_in_text_stay_text(form: str, place: int, demo_text: Text
 
 
 # ---- on a running server
-
-
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
-BAD_KWARGS: list[tuple[Any, str]] = [
-    *(({name: value}, name) for name in (*RESERVED, "chat_template") for value in (True, [], "x", {"a": 1})),
-    *((value, "object") for value in (7, "x", [], [{}], True, 1.5)),
-]
-
-
-def test_reserved_variables_are_refused(app: AbusedApp) -> None:
-    for kwargs, says in BAD_KWARGS:
-        assert_refused(app.chat(chat_template_kwargs=kwargs), 400, "chat_template_kwargs", says)
-
-
-TEMPLATES = ("{{ 1 }}", "", "{% for i in range(99999) %}{% endfor %}", 7, [], {}, True, "x" * 10**6)
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
-def test_a_template_in_a_request_is_refused(path: str, app: AbusedApp) -> None:
-    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": MESSAGES}
-    for value in TEMPLATES:
-        response = app.post(path, {**body, "chat_template": value})
-        if value:
-            assert_refused(response, 400, "chat_template", "is not supported: start the server with --chat-template")
-        else:
-            assert response.status_code == 200
 
 
 def deep(levels: int) -> Any:
