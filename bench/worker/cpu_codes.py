@@ -8,10 +8,10 @@ import torch
 from quire.bench.worker.record import Bench
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
-from quire.kernels.cpu.codes_linear import BLOCK_KINDS, CodesLinear
-from quire.kernels.cpu.fp8_linear import Fp8Linear
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.linear.codes import BLOCK_KINDS, CodesLinear
+from quire.kernels.cpu.linear.fp8 import Fp8Linear
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.native.library import Native, load_native
 
 SCALED = (
     ("int8", 0, torch.bfloat16),

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from quire.bench.worker.record import Bench
 from quire.bench.worker.timing import Call
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE, dequantise_mxfp4
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.ops import Experts, TorchOps
@@ -133,7 +133,7 @@ def _random_mxfp4(outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor
 
 def cpu_ops(bench: Bench) -> None:
     """Measure norms and gates, with inputs small enough to stay in a cache, as between two products."""
-    from quire.kernels.cpu.ops import CpuKernels
+    from quire.kernels.cpu.linear.ops import CpuKernels
 
     model = bench.models["smollm2-135m"]
     native = load_native()

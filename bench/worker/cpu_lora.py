@@ -8,11 +8,11 @@ import torch
 from quire.bench.worker.cpu_layers import layer_shapes
 from quire.bench.worker.record import Bench
 from quire.bench.worker.timing import elapsed_on_host
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.lora import CpuAdapters
-from quire.kernels.cpu.native import Native, load_native
-from quire.kernels.cpu.recorded_plan import RecordedPlan, record
-from quire.kernels.cpu.weight_memory import allocate
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.linear.lora import CpuAdapters
+from quire.kernels.cpu.linear.weight_memory import allocate
+from quire.kernels.cpu.native.library import Native, load_native
+from quire.kernels.cpu.native.recorded_plan import RecordedPlan, record
 from quire.kernels.lora.lora import AdapterRows, LoraPart, SlotTable
 from quire.protocol.model.model_config import ModelConfig
 

@@ -5,7 +5,7 @@ import torch
 from quire.bench.worker.record import Bench
 from quire.bench.worker.step_driver import StepDriver, dummy_model, sized
 from quire.bench.worker.timing import elapsed_on_host
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.models.cpu_ops import CpuOps
 

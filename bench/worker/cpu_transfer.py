@@ -10,8 +10,8 @@ from xxhash import xxh3_128_digest
 
 from quire.bench.worker.disk_transfer import transfers_of_disk
 from quire.bench.worker.record import Bench
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.page_moves import HEADER, Bytes, Moves, PageMoves
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.pages.page_moves import HEADER, Bytes, Moves, PageMoves
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches

@@ -17,7 +17,7 @@ from threading import Thread
 import numpy as np
 
 from quire.bench.worker.record import Bench
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskPages, HostPages, MoveBlocks, MoveKind

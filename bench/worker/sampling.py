@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.request.logits_processors import AdapterLogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams

@@ -207,8 +207,8 @@ def add_adapters_reference(x: torch.Tensor, y: torch.Tensor, table: SlotTable, r
 def add_adapters(x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
     """Add to each row of ``y``, in place, what the adapter in the row's slot adds.
 
-    On a CPU this is the reference; ``kernels.cpu.lora.CpuAdapters`` is faster. A row's result depends on that row
-    alone.
+    On a CPU this is the reference; ``kernels.cpu.linear.lora.CpuAdapters`` is faster. A row's result depends on that
+    row alone.
 
     Args:
         x: the layer's input, ``[num_tokens, inputs]`` of the table's dtype, rows may be strided.

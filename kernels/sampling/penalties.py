@@ -32,7 +32,7 @@ def apply_penalties(
     offsets: torch.Tensor,
     drafts: torch.Tensor,
 ) -> None:
-    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch (by C++: ``kernels.cpu.penalties``).
+    """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch (by C++: ``kernels.cpu.sampling.penalties``).
 
     Args:
         logits: float32 ``[num_positions, vocab]``, rows may be strided.

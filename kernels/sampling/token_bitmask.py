@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.common.triton_runtime import require_launchable
-from quire.kernels.cpu.logit_edits import native_edits
+from quire.kernels.cpu.sampling.logit_edits import native_edits
 
 WORD_BITS = 32
 

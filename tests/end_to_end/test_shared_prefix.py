@@ -10,7 +10,7 @@ from checkpoints import FAMILIES, greedy_tokens
 from inprocess import InProcessEngine
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import StepBatch
 
 WAYS: dict[str, dict[str, Any]] = {

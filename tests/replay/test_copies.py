@@ -7,7 +7,7 @@ from replay_workloads import AffineCost
 from scheduler_driver import make_config, make_layout
 
 from quire.bench.measure.shapes import SHAPES
-from quire.kernels.cpu.page_moves import BlockGroup
+from quire.kernels.cpu.pages.page_moves import BlockGroup
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.wire.transfer_messages import MoveBlocks, MoveKind
 from quire.replay.costs.chips import find_chip

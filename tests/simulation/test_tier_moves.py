@@ -11,7 +11,7 @@ import pytest
 from tier_load import TierLoad
 from tiers import thinned
 
-from quire.kernels.cpu.page_moves import PageMoves
+from quire.kernels.cpu.pages.page_moves import PageMoves
 from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.block_pool import BlockPool
 

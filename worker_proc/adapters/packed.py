@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.cpu.weight_memory import allocate_alone
+from quire.kernels.cpu.linear.weight_memory import allocate_alone
 from quire.kernels.lora.lora import LoraPart
 from quire.protocol.model.adapter import Adapter, AdapterPart, AdapterTensor
 from quire.protocol.model.adapter_config import AdapterError

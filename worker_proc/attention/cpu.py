@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.cpu.native import Native, find_native
+from quire.kernels.cpu.native.library import Native, find_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_fixed import FixedOrderAttention
 from quire.worker_proc.attention.cpu_native import NativeAttention

@@ -1,4 +1,4 @@
-"""Attention with the native library (``kernels/cpu/attention.cpp``): its argument structs and calls."""
+"""Attention with the native library (``kernels/cpu/attention/attention.cpp``): its argument structs and calls."""
 
 import ctypes
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.recorded_plan import empty
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.native.recorded_plan import empty
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 
 FORMATS = {
@@ -18,7 +18,7 @@ FORMATS = {
     torch.float8_e4m3fn: 3,
     torch.float8_e5m2: 4,
 }
-"""``Format`` of ``attention_rows.h``."""
+"""``Format`` of ``attention/rows.h``."""
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,7 +31,7 @@ ERRORS = {
 
 
 class NativeStep(ctypes.Structure):
-    """``QuireStep`` of ``attention_structs.h``, field by field."""
+    """``QuireStep`` of ``attention/structs.h``, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
@@ -51,7 +51,7 @@ class NativeStep(ctypes.Structure):
 
 
 class NativeLayer(ctypes.Structure):
-    """``QuireLayer`` of ``attention_structs.h``, field by field."""
+    """``QuireLayer`` of ``attention/structs.h``, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sinks", "k_scale", "v_scale")),
@@ -62,7 +62,7 @@ class NativeLayer(ctypes.Structure):
 
 
 class NativeTokens(ctypes.Structure):
-    """``QuireTokens`` of ``attention_structs.h``, field by field."""
+    """``QuireTokens`` of ``attention/structs.h``, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "q_norm", "k_norm", "table", "positions")),

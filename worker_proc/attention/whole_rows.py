@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.row_attention import DTYPES, RowAttention, attend_rows_reference
+from quire.kernels.cpu.attention.row_attention import DTYPES, RowAttention, attend_rows_reference
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.supports import Supports
 

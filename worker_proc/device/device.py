@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.cpu.native import Native
+from quire.kernels.cpu.native.library import Native
 
 _PROBES = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
@@ -32,7 +32,7 @@ def cpu_compute_dtypes(dtype: torch.dtype, native: Native | None) -> ComputeDtyp
     without it, weights are widened once when loaded, which doubles their memory.
 
     Args:
-        native: the library of ``quire.kernels.cpu.native``, or None if it is not available.
+        native: the library of ``quire.kernels.cpu.native.library``, or None if it is not available.
     """
     if dtype not in _PROBES:
         return ComputeDtypes(dtype, dtype)

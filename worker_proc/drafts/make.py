@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.batch.input_batch import InputBatch

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.prompt_lookup import NativePromptLookup, prompt_lookup_reference
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.sampling.prompt_lookup import NativePromptLookup, prompt_lookup_reference
 from quire.worker_proc.batch.input_batch import InputBatch
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.recorded_plan import NotRecordable, RecordedPlan, record
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.native.recorded_plan import NotRecordable, RecordedPlan, record
 from quire.protocol.process.log import event_logger
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.cpu_native import NativePlan, NativeStep, require_no_error

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.cpu.lora import CpuAdapters
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.ops import DTYPES, CpuKernels
+from quire.kernels.cpu.linear.lora import CpuAdapters
+from quire.kernels.cpu.linear.ops import DTYPES, CpuKernels
+from quire.kernels.cpu.native.library import Native
 from quire.kernels.lora.lora import AdapterRows, SlotTable
 from quire.worker_proc.models.ops import TorchOps
 

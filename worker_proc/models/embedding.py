@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.scaled_linear import PackedWeight
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.packed_rows import EmbeddingRows
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.linear.packed_rows import EmbeddingRows
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weights import Build

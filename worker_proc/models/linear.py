@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.common.scaled_linear import PackedWeight
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.native.library import Native, load_native
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from quire.kernels.common.mxfp4 import GROUP_BYTES, GROUP_SIZE, largest_scale
 from quire.kernels.common.scaled_linear import round_to_fp8
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
 from quire.worker_proc.models.formats.stacked import stack_experts

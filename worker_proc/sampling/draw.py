@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.kernels.cpu.logits import CpuLogits
-from quire.kernels.cpu.native import Native, load_native
-from quire.kernels.cpu.sampling import CpuSampling, SamplingColumns
+from quire.kernels.cpu.native.library import Native, load_native
+from quire.kernels.cpu.sampling.logits import CpuLogits
+from quire.kernels.cpu.sampling.sampling import CpuSampling, SamplingColumns
 from quire.kernels.sampling.sampling import sample, sample_reference
 from quire.kernels.sampling.sampling_noise import uniform as uniform_on_device
 from quire.kernels.sampling.sampling_stats import row_statistics

@@ -3,7 +3,7 @@
 import torch
 
 from quire.kernels.common.logits import TopLogprobs
-from quire.kernels.cpu.logits import native_logits
+from quire.kernels.cpu.sampling.logits import native_logits
 from quire.kernels.sampling.sampling_logprobs import MAX_LOGPROBS, top_logprobs
 
 

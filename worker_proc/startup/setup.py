@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
-from quire.kernels.cpu.native import Native, find_native, load_native
+from quire.kernels.cpu.native.library import Native, find_native, load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout

@@ -14,9 +14,9 @@ from threading import Condition, Lock, Thread
 
 import numpy as np
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.page_file import FILE_ERROR, SECTOR, FileMove, FileScan, FileWork, PageFile
-from quire.kernels.cpu.page_moves import OUTCOMES, Bytes, PageMoves
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.pages.page_file import FILE_ERROR, SECTOR, FileMove, FileScan, FileWork, PageFile
+from quire.kernels.cpu.pages.page_moves import OUTCOMES, Bytes, PageMoves
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.transfer_messages import DiskContents, DiskPages, MoveKind
 from quire.worker_proc.transfers.host import HostTier

@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels.cache.block_copy import CacheSet
 from quire.kernels.cache.block_staging import bytes_of_block, gather_blocks, scatter_blocks
-from quire.kernels.cpu.page_moves import Int64
+from quire.kernels.cpu.pages.page_moves import Int64
 from quire.protocol.model.kv_layout import KVLayout
 from quire.worker_proc.transfers.pages import group_caches, group_layout
 

@@ -7,7 +7,7 @@ from threading import Condition, Thread
 
 import numpy as np
 
-from quire.kernels.cpu.page_moves import OUTCOMES, PageMoves
+from quire.kernels.cpu.pages.page_moves import OUTCOMES, PageMoves
 from quire.protocol.wire.transfer_messages import HostPages, MoveKind
 from quire.worker_proc.transfers.pages import MappedPages
 from quire.worker_proc.transfers.parts import CopyPart, one_line

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.config import EngineConfig
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.decoder import Decoder

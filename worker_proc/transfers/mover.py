@@ -6,8 +6,8 @@ from threading import Lock
 
 import numpy as np
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.page_moves import MAX_KEY_BYTES, BlockGroup, Moves, PageMoves
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.pages.page_moves import MAX_KEY_BYTES, BlockGroup, Moves, PageMoves
 from quire.protocol.wire.transfer_messages import (
     BlocksMoved,
     DiskContents,

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.kernels.cpu.page_moves import HEADER, BlockGroup, Bytes
+from quire.kernels.cpu.pages.page_moves import HEADER, BlockGroup, Bytes
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.transfer_messages import HostPages
 

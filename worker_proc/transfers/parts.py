@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
-from quire.kernels.cpu.page_moves import Int32, Moves
+from quire.kernels.cpu.pages.page_moves import Int32, Moves
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveKind
 
 

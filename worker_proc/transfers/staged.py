@@ -11,8 +11,8 @@ from threading import Condition, Lock, Thread
 import msgspec
 import numpy as np
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.page_moves import Int32
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.pages.page_moves import Int32
 from quire.protocol.wire.transfer_messages import (
     BlocksMoved,
     DiskContents,

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from quire.kernels.cpu.page_moves import BlockGroup, Int64
+from quire.kernels.cpu.pages.page_moves import BlockGroup, Int64
 
 BUFFERS = 2
 """Buffers of each direction: the device copies one while the host copies the other."""

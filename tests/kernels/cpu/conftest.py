@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.native.library import Native, load_native
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penalty_case import PenaltyCase
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.penalties import ListedCounts
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.sampling.penalties import ListedCounts
 from quire.kernels.sampling.penalties import COUNT_MASK, PROMPT_BIT, apply_penalties_reference
 
 CPU = torch.device("cpu")

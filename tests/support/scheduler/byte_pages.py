@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 from fake_pages import FakePages, Page
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.page_moves import HEADER, BlockGroup, Moves, PageMoves
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.pages.page_moves import HEADER, BlockGroup, Moves, PageMoves
 
 PAGE_BYTES = 512
 FAULTS = ("flipped", "torn", "short", "lost", "misplaced", "refused", "stale")

@@ -12,8 +12,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from quire.kernels.cpu.native import Native
-from quire.kernels.cpu.page_moves import HEADER, Bytes
+from quire.kernels.cpu.native.library import Native
+from quire.kernels.cpu.pages.page_moves import HEADER, Bytes
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages, MoveBlocks, MoveKind
 from quire.worker_proc.attention.cpu import CpuBackend

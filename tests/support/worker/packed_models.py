@@ -8,7 +8,7 @@ from dense_attention import DenseBackend
 from model_steps import Rows
 from thread_ranks import ThreadRank
 
-from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.cpu.linear.linear import PackedLinear
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder

@@ -14,7 +14,7 @@ from gguf_files import convert_checkpoint
 from quantised_checkpoints import FORMATS, quantise_checkpoint
 from thread_ranks import ThreadRank, on_ranks
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.batch.input_batch import StepRefused
 

@@ -8,7 +8,7 @@ import torch
 from cpu_attention_cases import Ask, Case, Rows, attend, make_case, raw, run
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.prologue import normalise_and_rotate

@@ -7,7 +7,7 @@ import torch
 from cpu_attention_cases import Ask, empty_cache, make_batch, make_spec
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import Rotary
 from quire.worker_proc.attention.cpu import CpuBackend
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cpu_attention_cases import Ask, Case, Rows, make_case, raw, run
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import SharedPrefix
 from quire.worker_proc.attention.cpu import CpuBackend
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.device import device
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 

@@ -5,7 +5,7 @@ from draft_batches import DraftBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.native.library import Native, load_native
 from quire.worker_proc.drafts.ngram import NgramProposer
 
 NATIVES = pytest.mark.parametrize("native", [load_native(), None], ids=["native", "numpy"])

@@ -7,7 +7,7 @@ import pytest
 import runner_steps
 from runner_steps import PROMPT, Runner, adding, appending
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.model_config import MoeConfig
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="no C++ compiler")

@@ -14,7 +14,7 @@ from device_moves import round_trip
 from gpu_pool import GpuPool
 from host_pages import LAYOUTS, Pool
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.kv_layout import KVLayout
 from quire.worker_proc.transfers import staging
 

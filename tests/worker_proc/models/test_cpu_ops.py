@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.ops import CpuKernels
+from quire.kernels.cpu.linear.ops import CpuKernels
+from quire.kernels.cpu.native.library import load_native
 from quire.kernels.dense import gated_activation, rms_norm
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.ops import ACTIVATIONS, TorchOps

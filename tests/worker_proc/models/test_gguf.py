@@ -17,7 +17,7 @@ from tiers import thinned
 
 from quire.frontend.text.text_in import TextIn
 from quire.kernels.common.block_weight import BLOCK_TYPES, dequantise_blocks
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options

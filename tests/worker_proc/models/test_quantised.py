@@ -18,7 +18,7 @@ from thread_ranks import ThreadRank, on_ranks
 from tiers import thinned
 
 from quire.kernels.common.scaled_linear import round_to_fp8, round_to_int8
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import parse_options
 from quire.protocol.config import EngineConfig

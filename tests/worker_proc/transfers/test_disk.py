@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from host_pages import KEY_BYTES, LAYOUTS, LLAMA, SMALL, Disk, Pool, demote, disk_pages, host_memory, move
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.page_file import FileMove, PageFile
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.pages.page_file import FileMove, PageFile
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.transfer_messages import DiskPages, MoveBlocks
 from quire.worker_proc.batch.input_batch import StepRefused

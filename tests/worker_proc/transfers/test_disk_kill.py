@@ -11,7 +11,7 @@ import pytest
 from host_pages import KEY_BYTES, Pool, disk_pages, move
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.worker_proc.transfers import disk
 

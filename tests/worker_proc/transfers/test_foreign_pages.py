@@ -10,8 +10,8 @@ import pytest
 from host_pages import KEY_BYTES, SMALL, Disk, Memory, Pool, disk_pages, host_memory, move
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.page_moves import HEADER, Bytes
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.pages.page_moves import HEADER, Bytes
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import DiskPages, HostPages
 

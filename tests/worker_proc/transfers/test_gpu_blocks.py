@@ -10,7 +10,7 @@ from device_moves import round_trip
 from gpu_pool import GpuPool
 from host_pages import LAYOUTS, SMALL, Pool, host_memory, move
 
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.kv_layout import KVLayout
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches

@@ -10,8 +10,8 @@ from host_pages import GEMMA, KEY_BYTES, LAYOUTS, LLAMA, SMALL, Memory, Pool, ho
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.page_moves import HEADER
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.pages.page_moves import HEADER
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.transfer_messages import HostPages, MoveBlocks
 from quire.worker_proc.batch.input_batch import StepRefused

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from staged_pool import StagedPool
 from tiers import thinned
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.page_file import PageFile
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.pages.page_file import PageFile
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.transfer_messages import MoveBlocks
 from quire.worker_proc.batch.input_batch import StepRefused

@@ -8,9 +8,9 @@ import torch
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight, block_scales, nibbles
 from quire.kernels.common.scaled_linear import PackedWeight, scaled_linear
 from quire.kernels.common.scaled_weight import pack_pairs
-from quire.kernels.cpu.codes_linear import CodesLinear
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import Native, load_native
+from quire.kernels.cpu.linear.codes import CodesLinear
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.native.library import Native, load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat
 from quire.worker_proc.models.formats.quantised import QuantisedLinear

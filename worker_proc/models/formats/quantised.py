@@ -7,10 +7,10 @@ import torch
 
 from quire.kernels.common.scaled_linear import PackedWeight, round_to_fp8, scaled_linear
 from quire.kernels.common.scaled_weight import CODE_BITS, CODE_DTYPES, ScaledWeight
-from quire.kernels.cpu.codes_linear import CodesLinear
-from quire.kernels.cpu.fp8_linear import Fp8Linear
-from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.cpu.native import load_native
+from quire.kernels.cpu.linear.codes import CodesLinear
+from quire.kernels.cpu.linear.fp8 import Fp8Linear
+from quire.kernels.cpu.linear.linear import PackedLinear
+from quire.kernels.cpu.native.library import load_native
 from quire.kernels.dense.packed_linear import accepts, packed_linear
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import WeightFormat

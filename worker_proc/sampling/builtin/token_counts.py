@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.cpu.native import load_native
-from quire.kernels.cpu.penalties import ListedCounts
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.cpu.sampling.penalties import ListedCounts
 from quire.kernels.sampling.penalties import PROMPT_BIT, apply_penalties
 from quire.worker_proc.device.transfer import Transfer
 
