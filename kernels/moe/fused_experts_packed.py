@@ -1,18 +1,14 @@
 """Mixture of experts with int8, int4 or fp8 weights, which the product of ``packed_linear`` decodes in registers."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from quire.kernels.common.checks import check_tensor
-from quire.kernels.common.launches import Launch, layout_of, once_per_layout
+from quire.kernels.common.launches import layout_of, once_per_layout
 from quire.kernels.common.scaled_weight import ScaledWeight
-from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense import packed_linear
 from quire.kernels.dense.gated_activation import ACTIVATIONS
-from quire.kernels.moe.fused_experts import EXPERT_DTYPES, ExpertLaunches, pick_tile_pairs, sum_launch
-from quire.kernels.moe.moe_routing import max_tiles, sort_pairs
+from quire.kernels.moe.fused_experts import ExpertLaunches, check_routing, pick_tile_pairs, prepare_launches
 
 
 def fused_experts_packed(
@@ -40,19 +36,8 @@ def fused_experts_packed(
     tensors = x, codes13, w13.scales, w13.zeros, codes2, w2.scales, w2.zeros, expert_ids, weights
     kinds = w13.kind, w13.group_size, w2.kind, w2.group_size, activation
     launches = _prepare((*map(layout_of, tensors), *kinds), x, w13, w2, expert_ids, weights, activation)
-    num_tokens, hidden_size = x.shape
-    out = x.new_empty(num_tokens, hidden_size)
-    if num_tokens == 0:
-        return out
-    width = w2.shape[1]
-    tiles = sort_pairs(expert_ids, len(codes2) // hidden_size, launches.tile_pairs)
-    gated = x.new_empty(expert_ids.numel(), width)
-    launches.gate_up(x, codes13, w13.scales, w13.zeros, gated, tiles.pairs, tiles.experts)
-    gated = gated if round_inputs is None else round_inputs(gated)
-    results = x.new_empty(expert_ids.numel(), hidden_size)
-    launches.down(gated, codes2, w2.scales, w2.zeros, weights, results, tiles.pairs, tiles.experts)
-    launches.add(results, expert_ids, out)
-    return out
+    first, second = (codes13, w13.scales, w13.zeros, None), (codes2, w2.scales, w2.zeros, None)
+    return launches(x, first, second, expert_ids, weights, round_inputs)
 
 
 @once_per_layout
@@ -65,42 +50,24 @@ def _prepare(
     activation: str,
 ) -> ExpertLaunches:
     """Check the arguments of ``fused_experts_packed`` and return its launches."""
-    check_tensor("x", x, {"num_tokens": None, "hidden_size": None}, EXPERT_DTYPES, x.device)
-    num_tokens, hidden_size = x.shape
+    hidden_size = x.shape[-1]
+    check_routing(x, hidden_size, expert_ids, weights, activation, [a for a in ACTIVATIONS if a != "swiglu_oai"])
     rows, width = w2.shape
     num_experts = rows // hidden_size
     packed_linear.check_weight("w13", w13, (num_experts * 2 * width, hidden_size), x.device)
     packed_linear.check_weight("w2", w2, (num_experts * hidden_size, width), x.device)
-    check_tensor("expert_ids", expert_ids, {"num_tokens": num_tokens, "top_k": None}, (torch.int32,), x.device)
-    dims = {"num_tokens": num_tokens, "top_k": expert_ids.shape[1]}
-    check_tensor("weights", weights, dims, (torch.float32,), x.device)
-    for name, tensor in (("expert_ids", expert_ids), ("weights", weights)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, strides are {tensor.stride()}")
-    allowed = [name for name in ACTIVATIONS if name != "swiglu_oai"]
-    if activation not in allowed:
-        raise ValueError(f"activation must be one of {', '.join(allowed)} (got {activation!r})")
-    kernels, sum_kernel = _kernels(x.device)
-    top_k, num_pairs = expert_ids.shape[1], expert_ids.numel()
-    tile_pairs = tile_rows(num_pairs, num_experts, x.dtype)
-    num_tiles = max_tiles(num_pairs, num_experts, tile_pairs)
-    first, second = (packed_linear.weight_constants(weight, x.dtype, tile_pairs) for weight in (w13, w2))
-    options = launch_options(tile_pairs)
-    return ExpertLaunches(
-        tile_pairs,
-        Launch(
-            kernels.gate_up_packed_kernel,
-            (-(-width // first["TILE_COLUMNS"]), num_tiles),
-            (top_k, width, hidden_size, w13.scales.shape[1], x.stride(0), w13.codes.stride(0)),
-            first | {"ACTIVATION": ACTIVATIONS[activation]} | options,
+    tile_pairs = tile_rows(expert_ids.numel(), num_experts, x.dtype)
+    return prepare_launches(
+        expert_ids,
+        (num_experts, hidden_size, width),
+        activation,
+        (None, None),
+        strides=(
+            (x.stride(0), 0, 0, w13.codes.stride(0), w13.scales.shape[1]),
+            (width, 0, 0, w2.codes.stride(0), w2.scales.shape[1]),
         ),
-        Launch(
-            kernels.down_packed_kernel,
-            (-(-hidden_size // second["TILE_COLUMNS"]), num_tiles),
-            (hidden_size, width, w2.scales.shape[1], w2.codes.stride(0)),
-            second | options,
-        ),
-        sum_launch(sum_kernel, num_tokens, num_experts, hidden_size, top_k),
+        constants=[packed_linear.weight_constants(weight, x.dtype, tile_pairs) for weight in (w13, w2)],
+        options=launch_options(tile_pairs),
     )
 
 
@@ -112,10 +79,3 @@ def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
 def launch_options(tile_pairs: int) -> dict[str, int]:
     """Return the warps and pipeline stages; with four warps, tiles of 64 spill registers on sm_100."""
     return {"num_warps": 4, "num_stages": 4} if tile_pairs == 16 else {"num_warps": 8, "num_stages": 3}
-
-
-def _kernels(device: torch.device) -> tuple[Any, Any]:
-    require_launchable(device.type)
-    from quire.kernels.moe import fused_experts_packed_triton, fused_experts_triton
-
-    return fused_experts_packed_triton, fused_experts_triton.sum_experts_kernel

@@ -70,7 +70,7 @@ def recording() -> Iterator[RecordingDriver]:
     kernels = (
         *("attention.paged_attention", "cache.fused_cache_write", "dense.rms_norm", "dense.gated_activation"),
         "dense.packed_linear",
-        *("moe.moe_routing", "moe.fused_experts", "moe.fused_experts_mxfp4", "moe.fused_experts_packed"),
+        *("moe.moe_routing", "moe.fused_experts"),
     )
     users = ("attention.triton_backend", "models.triton_ops")
     with pytest.MonkeyPatch.context() as patch:
