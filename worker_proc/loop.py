@@ -78,10 +78,14 @@ class WorkerLoop:
         """
         self._channel, self._rank, self._unread = channel, rank, None
         channel.wake_on(self._commands.fileno())
+        # The loop sleeps on one poller only. A thread of the watcher turns the end of a step on the device into a
+        # readable descriptor.
         channel.wake_on(self._watcher.fileno())
         try:
             configure = request_configuration(channel, rank, self._pid, self._commands, remote)
             loaded = self._load(configure, join)
+            # Before Ready is sent: the first step may arrive at once, and rows of the previous scheduler would collide
+            # with its handles.
             loaded.runner.begin_worker_epoch(configure.last_step)
             if self._mover is not None:
                 self._mover.begin_worker_epoch()
@@ -112,10 +116,14 @@ class WorkerLoop:
         if self._loaded is None:
             config = configure.config
             group = join(config)
+            # A replacement gets as many blocks as its predecessors had, whatever memory is free now: the scheduler's
+            # tables name them.
             if configure.num_blocks:
                 config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
             say = self._commands.report_phase
             say("prepares kernels")
+            # Taken before the weights are read and completed afterwards, so that a file which changes in between is
+            # noticed.
             name_files = name_loaded_files(config)
             runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress, say=say)
             ready = msgspec.structs.replace(ready, files=name_files())
@@ -125,6 +133,8 @@ class WorkerLoop:
             if runner.adapters is not None:
                 self._adapters = AdapterLoader(runner.adapters, config.model, self._watcher.wake)
             self._loaded = _Loaded(configure, runner, ready, group)
+        # The model was built for another configuration. Loading it again in this process would need the memory twice; a
+        # new process starts clean.
         elif self._loaded.configure.config != configure.config:
             previous, new = self._loaded.configure.config, configure.config
             names = [name for name in new.__struct_fields__ if getattr(new, name) != getattr(previous, name)]
@@ -143,6 +153,8 @@ class WorkerLoop:
             match received.message if received else None:
                 case SchedulerOutput() as step:
                     assert received is not None
+                    # Launched before older results are sent: the device is then never idle while this thread encodes
+                    # them.
                     results.add(self._run(runner, step, results), received.frames)
                 case SampleInputs():
                     pass  # for a void step
@@ -161,6 +173,8 @@ class WorkerLoop:
         results.send_all()  # the scheduler needs these results to make the masks
         if step.drafts and self._rank == 0:
             self._channel.send(runner.proposed(launched))
+        # The forward pass runs meanwhile. Masks depend on the tokens of the step before, which is why they cannot
+        # travel with the diff.
         inputs = self._sample_inputs(step.step)
         return runner.discard(launched) if inputs is None else runner.finish(launched, inputs)
 
@@ -174,6 +188,8 @@ class WorkerLoop:
                 case SampleInputs() | None:
                     continue
                 case _:
+                    # The message belongs to the next step: the scheduler has dropped this one, and goes on without its
+                    # masks.
                     self._unread = received
                     return None
 
@@ -232,6 +248,8 @@ class _Results:
 
     def send_ready(self) -> None:
         """Send the results that are ready, and wait for all but the newest, so that at most two steps are in flight."""
+        # Sent in the order of launches even if a later one is ready first, because the scheduler matches results to
+        # steps by their order.
         while self._pending and (self._pending[0][0].ready or len(self._pending) > 1):
             self._send_oldest()
 
@@ -250,6 +268,8 @@ class _Results:
 
 def _digest(diff: Frames, result: ModelRunnerOutput) -> bytes:
     """Return a digest of a step's diff and tokens; ranks with equal digests have the same rows."""
+    # Over the diff as well as the tokens: ranks that were sent different diffs may still sample equal tokens, in this
+    # step.
     digest = blake2b(digest_size=DIGEST_BYTES)
     for frame in diff:
         digest.update(frame)

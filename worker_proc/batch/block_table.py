@@ -94,6 +94,7 @@ class BlockTable:
     def append_rows(self, rows: Ints, block_ids: Ints) -> None:
         """Append one of the scheduler's blocks to each of ``rows``; a row may occur more than once."""
         ids = np.asarray(block_ids, np.int64)
+        # A row may get several blocks in one step, each of which goes behind the one before it.
         columns = self.num_blocks_per_row[rows] + self.ratio * num_equal_before(rows)
         self._ids[rows[:, None], columns[:, None] + np.arange(self.ratio)] = self._kernel_blocks(ids)
         np.minimum.at(self._unsent_from, rows, columns.astype(np.int32))
@@ -128,6 +129,8 @@ class BlockTable:
             return
         end = int(self.num_blocks_per_row[source])
         self._ids[target, :end] = self._ids[source, :end]
+        # What lies behind the new length must name no block: a kernel that reads one entry too far then reads the null
+        # block and not another request's.
         self._ids[target, end : self.num_blocks_per_row[target]] = NULL_BLOCK_ID
         self.num_blocks_per_row[target] = end
         self._stage(target, 0)
@@ -149,6 +152,7 @@ class BlockTable:
         if not self._changed:
             return None
         self._changed = False
+        # Rows that were cleared since are left out: nothing reads them before they are filled again.
         rows = np.flatnonzero(self._unsent_from < self.num_blocks_per_row)
         starts = self._unsent_from[rows].astype(np.int64)
         lengths = self.num_blocks_per_row[rows] - starts

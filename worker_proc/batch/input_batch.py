@@ -232,11 +232,14 @@ class InputBatch:
             self.num_known[row] = request.num_tokens
             self.active[row] = True
             self.seed[row] = request.seed
+            # Beams are chosen by the scheduler from log probabilities; what is sampled for them is ignored, and greedy
+            # is the cheapest.
             self.temperature[row] = 0.0 if sampling.use_beam_search else sampling.temperature
             self.top_k[row] = max(sampling.top_k, 0)
             self.top_p[row] = sampling.top_p
             self.min_p[row] = sampling.min_p
             self.num_prompt[row] = request.num_prompt_tokens
+            # A handle may be used again by a later request; the serial number tells state of the two apart.
             self._num_added += 1
             self.serial[row] = self._num_added
             self.num_logprobs[row] = -1 if (wanted := sampling.num_candidates) is None else wanted
@@ -258,6 +261,8 @@ class InputBatch:
 
     def _fill_gaps(self) -> None:
         """Fill each remaining gap with the last row."""
+        # After the additions, which have filled the first gaps: only what is left is closed by moving rows, and each
+        # row moves once at most.
         gaps = self.builder.removed[::-1]
         while gaps:
             last = self.num_rows - 1
@@ -268,6 +273,7 @@ class InputBatch:
             target = gaps.pop(0)
             for store in self._stores:
                 store.move_row(last, target)
+                # Cleared too, so that sums over whole columns never count a request twice.
                 store.clear_row(last)
             self.row_of[int(self.handles[target])] = target
             self.builder.moved.append(MovedRequest(last, target, MoveDirectionality.UNIDIRECTIONAL))

@@ -139,6 +139,7 @@ class ModelRunner:
             StepRefused: the diff does not fit the worker's state; no part of it was applied, and the worker must stop.
         """
         began = time.perf_counter()
+        # Numbers have no gap, so a step that was lost or repeated is noticed before it touches a row.
         if step.step != self._step + 1:
             raise StepRefused(f"step {step.step} after step {self._step}")
         nothing = SampledPositions.one_per_row(np.zeros(0, np.int64))
@@ -146,9 +147,13 @@ class ModelRunner:
             self._dropped -= set(step.removed)
             if self._dropped:
                 self._step = step.step
+                # Steps that were sent before the scheduler knew of the failure refer to rows that are gone. They are
+                # answered and not computed.
                 self._dropped |= {new.handle for new in step.new_requests}
                 return LaunchedStep(step.step, began, nothing, void=True)
             step = msgspec.structs.replace(step, removed=[])
+        # The whole diff is checked before any of it is applied: there is no way back from half of a diff, and the ranks
+        # would differ.
         self._diffs.require(step)
         self._step = step.step
         try:
@@ -196,6 +201,8 @@ class ModelRunner:
 
     def _launch(self, step: SchedulerOutput, began: float) -> LaunchedStep:
         self._transfer.collect()
+        # All small arrays of the step are collected and sent in one copy. Each copy alone would cost more than its
+        # bytes do.
         self._apply(step)
         if self.steady is not None:
             if self.steady.enter(step):
@@ -205,6 +212,8 @@ class ModelRunner:
         if step.drafts and self._proposer is not None:
             self.history.catch_up()
             wanted = {self.batch.row(handle): count for handle, count in step.drafts}
+            # Proposers read the tokens of the previous step, so the host waits for the device here. It is the price of
+            # drafts: steps with them do not overlap.
             proposals = self._proposer.propose(wanted)
         inputs = prepare_inputs(self.batch, step, proposals)
         if self.adapters is not None:
@@ -301,13 +310,20 @@ class ModelRunner:
             batch.active[batch.row(handle)] = False
         if step.removed or step.new_requests:
             self._sampling_handles = HANDLES_UNSENT
+        # Removed before added, and by row moves: a new request takes the row of a removed one, so that the batch stays
+        # without gaps and most rows stay where they are.
         rows = batch.change_rows(step.removed, step.new_requests, step.token_ids)
         self.tables.add_new(step, rows)
         batch.active[[batch.row(handle) for handle in step.unparked]] = True
+        # After the rows have moved, since it names requests by handle; before their blocks grow, since a beam's block
+        # belongs to the token that was chosen.
         self.history.replace_last(step.chosen)
         self.tables.append_to_held(step, batch.row)
         self.tables.commit()
+        # Before the forward pass: the source may be written by its owner in this very step.
         self._block_copies.run(step.block_copies)
+        # Last, with all moves of the step: plugins see one update, in the form that the interface of logits processors
+        # asks for.
         self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
 
     # ---- advance

@@ -214,10 +214,15 @@ class HostCopies:
             start = memory.data_ptr()
             at = {id(tensor): tensor.data_ptr() - start for tensor in tensors}
         pinned = self._take(len(memory))
+        # On a stream of its own, because a copy on the step's stream would start only after the kernels of the next
+        # step, which is launched already.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             pinned.copy_(memory, non_blocking=True)
+            # The allocator would otherwise give this memory to the next step, as soon as Python drops it, while the
+            # copy still reads it.
             memory.record_stream(self._stream)
+            # A blocking event sleeps. A spinning one would take a core from the scheduler and the front ends.
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._last = copied

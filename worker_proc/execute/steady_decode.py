@@ -68,12 +68,15 @@ class SteadyLauncher:
             StepRefused: it is a steady decode step, but a row has no block for its token.
         """
         rows = step.removed or step.new_requests or step.parked or step.unparked or step.chosen
+        # Any change of rows makes the columns on the device stale. Appended blocks do not: their table entries were
+        # sent with the diff.
         changed = rows or step.counts or step.drafts
         if changed or not self._steady:
             self._steady = self._all_decode(step)
             if not self._steady:
                 return False
             self._send_rows()
+            # Kernels do not check. A row without a block would write its keys to a block of another request.
             self._require_blocks(np.arange(self._batch.num_rows))
         else:
             self._require_new_blocks()
@@ -118,6 +121,8 @@ class SteadyLauncher:
             ``[num_rows, vocab]``; the caller must sample and pass the tokens to ``graphs.step.advance``.
         """
         n = self._batch.num_rows
+        # The graph writes its tokens to the same memory in each step, so that the device must have copied the last ones
+        # out first.
         self._copies.before_next()
         logits = self.graphs.run(n, sampling=sampling)
         step = self.graphs.step

@@ -106,6 +106,8 @@ class SharedMemoryGroup:
                 return
         deadline = time.monotonic() + _TIMEOUT_S
         while counters[counter] < expected:
+            # Only after spinning: ranks of one machine usually arrive within microseconds, and a yield costs more than
+            # that. With more ranks than cores, spinning on would keep the last one from running.
             os.sched_yield()
             if time.monotonic() > deadline:
                 raise EngineError(f"timed out after {_TIMEOUT_S:.0f} s waiting for another rank in an exchange")

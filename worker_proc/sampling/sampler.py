@@ -161,9 +161,13 @@ class Sampler:
         self._prepared_for = None
         processors, wanted = self.processors, self._wanted
         edited = masks is not None or processors.active
+        # Copied before the processors run, which edit the logits in place. Without edits the same memory serves, and no
+        # copy is made.
         raw = wanted.raw_logits(logits, edited=edited) if wanted is not None and self._raw_logprobs else None
         model_bad, failed = None, []
         if edited:
+            # Checked before the processors, which may turn a value that is not finite into minus infinity, or make a
+            # whole row of them: the first is a fault of the model, the second of the request.
             model_bad = self._draw.bad(logits)
             failed = processors.apply(logits, positions, masks)
         if self._scaled is not None:

@@ -48,10 +48,13 @@ def plan_memory(
     activations = _activation_bytes(config)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        # What other processes hold is subtracted from the share and not from the whole device: the flag says which part
+        # of it this engine and all others may fill.
         usable = int(total * config.gpu_memory_utilization) - (total - free)
     else:
         total = psutil.virtual_memory().total
         usable = available_bytes() // config.sharing(rank)[0]
+    # One more than the slots, for the adapter that is being loaded.
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
     block_bytes = layout.block_bytes + other_block_bytes

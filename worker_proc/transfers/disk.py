@@ -69,11 +69,14 @@ def _make_direct(fd: int) -> bool:
     """Return whether the file system can read sectors directly; otherwise turn reading ahead off."""
     flags, sector = fcntl.fcntl(fd, fcntl.F_GETFL), _aligned(SECTOR)
     try:
+        # Direct, because pages of the cache would take the memory that the host tier is meant to have, and would keep
+        # contents twice.
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         os.preadv(fd, [sector.data], 0)
     except OSError:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         os.preadv(fd, [sector.data], 0)
+        # Without direct reads the system would read ahead, into pages that are mostly not wanted.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return False
     return True
@@ -169,6 +172,8 @@ class DiskFile:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
+            # Threads inside a system call cannot be ended. The file stays open for them, and they find their work
+            # cancelled when they return.
             log.error("the disk does not answer; it is left behind", path=self._message.path, seconds=CLOSE_S)
             if self._file is not None:
                 self._file.abandon()
@@ -223,6 +228,8 @@ class DiskFile:
     def _ready(self) -> _Job | None:
         """Return the first job that needs a thread: a load, or a write if there is no load."""
         jobs = self._loads
+        # Fewer writers than readers: writes fill the queue of a disk, and a load that arrives behind them would wait
+        # for all of them.
         if not jobs and self._writing < WRITERS:
             jobs = self._writes
         return next((job for job in jobs if job.work.claims.left), None)

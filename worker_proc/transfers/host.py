@@ -53,6 +53,7 @@ class HostTier:
                 return
             is_load = part.kind is MoveKind.LOAD
             (self._loads if is_load else self._stores).append(_Queued(part))
+            # Read by the native copy between two pages, without the GIL.
             self._stop[0] |= is_load
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="block mover", daemon=True)
@@ -87,6 +88,8 @@ class HostTier:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._loads or self._stores)
             self._stop[0] = self._closing
+            # Requests wait for loads. Stores only make room for later, and one that has been interrupted continues with
+            # its next page.
             return None if self._closing else self._loads or self._stores
 
     def _copy(self, part: CopyPart, start: int) -> int:
@@ -101,6 +104,8 @@ class HostTier:
         return end
 
     def _copy_backed(self, part: CopyPart, start: int) -> int:
+        # The size is asked for before each copy: an access behind the end of a file that was truncated meanwhile ends
+        # the process with SIGBUS.
         moves, backed = part.moves.take(slice(start, None)), self.memory.backed_pages()
         is_load = part.kind is MoveKind.LOAD
         inside = moves.pages < len(backed)

@@ -85,6 +85,8 @@ class BlockMover:
         try:
             self._host = HostTier(message, self._copies)
         except MapFailed as error:
+            # A worker without host memory still computes: every transfer fails with this reason, and the scheduler
+            # stops asking after three.
             self._host = str(error)
 
     def open(self, message: DiskPages) -> None:
@@ -111,6 +113,7 @@ class BlockMover:
                 range.
         """
         moves, kind = self.check(message, self._num_blocks), message.kind
+        # One load may take its pages from both tiers, which then run beside each other; the scheduler gets one answer.
         on_disk = moves.pages >= self._disk_ids.start if self._disk_ids else np.zeros(len(moves.pages), bool)
         pending = Pending(message.transfer, 2 - bool(on_disk.all() or not on_disk.any()), self._answer)
         tiers = ((self._host, 0, ~on_disk), (self._disk, self._disk_ids.start - 1, on_disk))
@@ -161,6 +164,8 @@ class BlockMover:
         count = len(message.block_ids)
         groups = np.zeros(count, np.int32) if message.groups is None else message.groups
         arrays = (message.block_ids, message.page_ids, message.generations, groups)
+        # Ids become addresses in the native code, so that all of them are checked here, where a wrong one is still an
+        # error and not a crash.
         if any(len(array) != count for array in arrays) or not count:
             raise StepRefused(f"{name} has arrays of {', '.join(str(len(array)) for array in arrays)} numbers")
         if not 0 < len(message.keys) <= MAX_KEY_BYTES * count or len(message.keys) % count:
