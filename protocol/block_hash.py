@@ -100,6 +100,8 @@ class BlockHasher:
         state = self._new()
         if cache_salt or adapter or tenant:
             salt, name = cache_salt.encode(), adapter.encode()
+            # Each kind of root begins with a byte of its own, and lengths stand before texts: no salt, adapter or
+            # tenant can be written so that it equals another one, which would let one tenant find another's contents.
             kind = _TENANT + tenant.to_bytes(4, "little") if tenant else _SALTED
             state.update(kind + len(salt).to_bytes(4, "little") + salt + name)
             root = state.digest()  # fixed length, so that a salt cannot imitate tokens
@@ -156,6 +158,7 @@ class HashChain:
         missing = len(data) - start
         if missing < size:
             return
+        # The case of a decoding request, once in ``block_size`` steps.
         if missing == size == len(added) and not self._features:
             self._state.update(added)
             self.hashes.append(self._state.digest())
@@ -179,6 +182,7 @@ class HashChain:
         view = memoryview(data)
         at, known = len(self.hashes) * size, True
         while at + chunk <= len(data):
+            # A running hash cannot go back, and a chunk that the memo has not must be hashed again block by block.
             before = self._state.copy() if known else self._state
             if known:
                 self._state.update(view[at : at + chunk])

@@ -85,8 +85,10 @@ def checkpoint_digest(path: Path) -> Fingerprint:
                 known = msgspec.json.decode(file.read_bytes(), type=dict[str, str])
         for each in checkpoint_files(path):
             with each.open("rb", buffering=0) as opened:
+                # Of the open file and not of its name, which may lead to another file by now.
                 state = _state(info := os.fstat(opened.fileno()))
                 digest = known.get(state) or _hash(opened.fileno())
+                # A hash over bytes of two versions belongs to neither.
                 if _state(os.fstat(opened.fileno())) != state:
                     raise OSError(errno.EBUSY, "the file changes while it is read", str(each))
             hashes.append((each.name, digest))
@@ -116,6 +118,8 @@ def _kept_file(path: Path) -> Iterator[Path | None]:
             raise PermissionError(0, "others may use the folder", str(folder))
         name = sha256(os.fsencode(path.absolute())).hexdigest()[:16]
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # The ranks and engines of a machine start together. The first one reads the files, and the others wait for its
+        # result instead of reading them from the same disk once more.
         fcntl.flock(lock, fcntl.LOCK_EX)
         file = folder / f"{name}.json"
     except (OSError, RuntimeError) as error:

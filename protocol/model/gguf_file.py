@@ -167,6 +167,8 @@ class _Header:
                 )
             placed[each.name] = tensor
         end = start
+        # Tensors that overlap would be legal reads, but no writer makes them: the offsets are damaged, and the weights
+        # would be noise.
         for tensor in sorted(placed.values(), key=lambda tensor: tensor.start):
             if tensor.start < end:
                 raise ConfigError(f"{self.path}: is damaged: tensor {tensor.name} overlaps another one")
@@ -197,6 +199,7 @@ class _Header:
         if kind == _STRING:
             if (size := self._scalar("<Q")) <= _MAX_TEXT_BYTES:
                 return self._take(size).decode("utf-8", errors="replace")
+            # Long texts are kept as bytes like an array, because most of them (chat templates apart) are never used.
             self.at -= _LENGTH.size
             return GgufArray(_STRING, 1, self._take(_LENGTH.size + size))
         if kind == _ARRAY:
@@ -214,6 +217,8 @@ class _Header:
 
     def _count(self, what: str, most: int) -> int:
         count = self._scalar("<Q")
+        # Each value takes a byte at least, so a count beyond the rest of the file is false, and is refused before
+        # memory is allocated for it.
         if count > most or count > self.end - self.at:
             raise ConfigError(f"{self.path}: is damaged or too large: {count} {what}, at most {most} are supported")
         return int(count)

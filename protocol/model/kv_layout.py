@@ -122,10 +122,13 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) <= GROUP_RATIO * min(counts) else min(counts)
     groups = []
+    # Sorted, so that scheduler and workers number the groups alike; full attention, whose window is 0, comes first.
     for (window, (num_kv_heads, head_dim)), layers in sorted(kinds.items()):
         kind = "sliding_window" if window else "full_attention"
         own_shape = (num_kv_heads, head_dim) if model.kv_shapes else (0, 0)
         times, rest = divmod(largest, num_kv_heads * head_dim) if model.kv_shapes else (1, 0)
+        # All groups share one pool only if their blocks have the same bytes: a block that one group frees can then
+        # serve any other. Pools per group would need a size each, which depends on prompts that are not known.
         own_size = block_size if rest else block_size * times
         cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
         groups += [KVGroup(kind, own_size, cut, window, *own_shape) for cut in cuts]

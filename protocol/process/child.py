@@ -208,6 +208,8 @@ class Child:
                 self.put(msgspec.json.decode(line, type=Command))
 
     def _beat(self) -> None:
+        # The heartbeat comes from this thread and says that the process runs; that its main loop does is known only by
+        # ``progress``.
         if self._seen is not None and time.monotonic() > self._seen + HANG_TIMEOUT_S:
             self._hang()
             return
@@ -220,12 +222,15 @@ class Child:
         """Dump the stacks and call ``on_hang``, once; no heartbeat follows."""
         on_hang, self._on_hang = self._on_hang, None
         if on_hang is not None:
+            # Before the heartbeat stops, after which the supervisor kills this process: the stacks are what is left of
+            # it.
             faulthandler.dump_traceback(all_threads=True)
             on_hang()
 
     def _end_with_parent(self) -> NoReturn:
         if self._directory is not None:
             remove_sockets(self._directory)
+        # No clean-up handlers: they may wait for the main thread, which may be in the middle of a step.
         os._exit(1)
 
 
@@ -236,6 +241,8 @@ def remove_sockets(directory: Path) -> None:
     """
     ended = directory.with_name(directory.name + ENDED)
     with contextlib.suppress(OSError):  # another process was first, and may end before it has removed all
+        # Renamed before it is removed, in one step: a process that still creates a socket meanwhile fails, instead of
+        # leaving a half-removed folder that looks like a running server's.
         directory.rename(ended)
     shutil.rmtree(ended, ignore_errors=True)
 
@@ -264,6 +271,7 @@ def init_child(status_fd: int, lifeline_fd: int, directory: Path, *, death_signa
     for number in (*STOP_SIGNALS, *IGNORED_SIGNALS):
         signal.signal(number, signal.SIG_IGN)
     for fd in (status_fd, lifeline_fd):
+        # A grandchild that kept the lifeline's other end, or the status pipe, would hide the death of this process.
         os.set_inheritable(fd, False)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(death_signal))
     return Child(status_fd, lifeline_fd, directory)

@@ -15,6 +15,8 @@ MOUNT = Path("/sys/fs/cgroup")
 
 def available_bytes() -> int:
     """Return the least of the memory that the machine, the control groups and the address space have left."""
+    # In a container the machine's figure is no limit at all: a pool of that size would be killed when it fills, hours
+    # after the start.
     least = min([psutil.virtual_memory().available, *group_bytes(SELF, MOUNT)])
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return least if limit == resource.RLIM_INFINITY else min(least, limit - psutil.Process().memory_info().vms)

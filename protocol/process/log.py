@@ -89,6 +89,8 @@ class LineHandler(logging.StreamHandler[Any]):
         self._num_lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
+        # A terminal that was stopped, or a pipe whose reader hangs, would otherwise block the scheduler in the middle
+        # of a step.
         if not self._is_writable(BLOCKED_STDERR_S if record.levelno >= logging.WARNING else 0.0):
             self._num_lost += 1
             return

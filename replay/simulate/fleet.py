@@ -116,6 +116,7 @@ class FleetSimulator:
         together = self._together
         if together is None:
             return due
+        # Only when nothing else happens at this time: all engines must have scheduled before they step together.
         if due > self._now and together.begin(self._now):
             self._times = [engine.next_time() for engine in self.engines]
             due = min(*self._times, self._source.next_time())
@@ -124,12 +125,16 @@ class FleetSimulator:
     def _advance(self) -> None:
         """Route the calls that are due, or let the engine with the earliest event advance."""
         arrival, due = self._source.next_time(), min(self._times)
+        # Arrivals first, as in the router's process: a choice sees the engines before the step that ends at the same
+        # moment.
         if arrival <= due:
             self._place_due()
         elif due <= self._now:
             number = self._times.index(due)
             engine = self.engines[number]
             self._times[number] = NEVER
+            # In a closed loop the end of a call on one engine makes the next call, which may go to this engine: it must
+            # not run ahead of the others.
             horizon = arrival if isinstance(self._source, OpenLoop) else min(arrival, *self._times)
             engine.advance(due, horizon)
             self._times[number] = engine.next_time()

@@ -18,6 +18,7 @@ class LockstepSimulator(Simulator):
     """
 
     def __init__(self, *parts: Any, **options: Any) -> None:
+        # The length of a step depends on what the other engines compute in it, so that no engine can run ahead.
         super().__init__(*parts, **(options | {"fast_forward": False}))
         self._scheduled: deque[StepShape] = deque()
         """Shapes of the scheduled steps that the worker has not started, the last ones in flight."""

@@ -117,12 +117,14 @@ class SimulatedRunner:
             self._add(new, token_ids)
             self._side_rows.add(new, token_ids, is_forked=new.handle in forked)
             at += new.num_tokens
+        # Before the rows advance: the counts of this diff are added to what was computed until now.
         prompts = self._prompt_logprobs(diff) if self._options.prompts else None
         beside = self._side_rows.compute(diff) if self._side_rows else (None, None)
         shape = self._rows.apply(diff)
         changed = self._rows.take_handles()
         if changed is not None:
             self._handles = changed
+        # As a worker does, so that a recorded simulated run has the same messages.
         send = changed is not None or bool(diff.removed or diff.new_requests)
         awaits, tokens = diff.awaits_sample_inputs, self._sample(self._handles)
         return SimulatedStep(diff.step, awaits, shape, self._handles, tokens, send, prompts, *beside)
@@ -148,6 +150,8 @@ class SimulatedRunner:
         handle, sampling = new.handle, new.sampling
         while handle >= len(self._columns.seeds):
             self._columns = self._columns.grown()
+        # A token depends on the seed and the position only, so that recoveries and preemptions give the same text, and
+        # tests can tell a lost token from another one.
         self._columns.seeds[handle] = new.seed % 2**64
         self._columns.positions[handle] = new.num_tokens
         self._columns.first_end[handle] = new.num_prompt_tokens + sampling.min_tokens

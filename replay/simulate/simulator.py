@@ -132,6 +132,8 @@ class Simulator:
         now = done if waits else min(self._source.next_time(), done)
         if now == NEVER and not scheduler.table.requests:
             return NEVER  # stores in flight are not waited for
+        # Without an event nothing would ever look at the clock, and requests that wait for an idle time would wait for
+        # ever.
         if scheduler.programs.limit is not None and scheduler.table.waiting and not self._in_flight:
             now = min(now, self._now + IDLE_S)  # turns become overdue, and programs idle
         return min(now, NEVER if waits else min(self._copies.next_time, self._adapters.next_end))
@@ -146,6 +148,8 @@ class Simulator:
         scheduler, source = self.scheduler, self._source
         done = self._next_done()
         self._now = max(self._now, now)
+        # The order of this method is that of ``SchedulerLoop.turn``: the time, results, copies, arrivals, then steps. A
+        # replay that took them in another order would admit other requests at ties.
         self._tick()
         if done <= self._now:
             self._finish_step()
@@ -158,6 +162,8 @@ class Simulator:
         self._copies.send_stores(self._now, self._worker_free)
         while scheduler.can_schedule and self._decide():
             pass
+        # Most steps of a trace are steady decode, in which the Scheduler would decide nothing. Only their times are
+        # computed.
         if self._may_fast_forward and (quiet := scheduler.num_quiet_steps) >= MIN_FAST_FORWARD:
             self._fast_forward(quiet, horizon)
 
@@ -245,6 +251,8 @@ class Simulator:
 
     def _launch(self, step: int, shape: StepShape, handles: Int32 | None) -> None:
         """Send a step to the worker."""
+        # A device runs one step after the other; scheduling the next one costs no virtual time, as in a live engine
+        # that is ahead of its workers.
         begin = max(self._now, self._worker_free)
         self._worker_free = begin + self._seconds(shape)
         self._in_flight.append(StepInFlight(step, begin, self._worker_free, handles))
@@ -252,6 +260,7 @@ class Simulator:
     def _seconds(self, shape: StepShape) -> float:
         """Return the seconds of the next step on this engine's device, with the hiccup that it may have."""
         seconds = self._pace * self._cost.seconds(shape)
+        # Counted in time of steps and not of the clock: an idle engine has no step that could be late.
         self._until_hiccup -= seconds
         if self._until_hiccup > 0:
             return seconds
@@ -296,6 +305,8 @@ class Simulator:
         depth, first = len(self._in_flight), self._worker_free
         ends = [done.end for done in self._in_flight]
         for at in range(count):
+            # Also at equality: an event at the end of a step is consumed with its result, so the Scheduler must be
+            # asked.
             if ends[at] >= until:
                 break
             self._worker_free += self._seconds(shape)

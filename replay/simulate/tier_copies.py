@@ -44,6 +44,7 @@ class TierCopies:
         for load in self._scheduler.transfers.take_loads():
             self._tokens[load.transfer] = self._tokens_of(load)
             deadline = now + self._scheduler.transfers.load_limit(load.transfer)
+            # The end of a copy is known when it begins, so only loads that will be late are listed.
             if self._clock.send(load, now, now) > deadline:
                 insort(self._late, (deadline, load.transfer))
 

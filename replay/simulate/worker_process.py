@@ -66,6 +66,8 @@ class RealClock:
         rest = when - time.monotonic()
         if rest > SPIN_SECONDS:
             time.sleep(rest - SPIN_SECONDS)
+        # Spinning costs CPU of this process, which has none to spend otherwise: a sleep of the system is late by more
+        # than a decode step of a fast device takes.
         while time.monotonic() < when:
             pass
 
@@ -181,6 +183,8 @@ class SimulatedWorker:
             waiting = self._in_flight[-1]
             waiting.result = ModelRunnerOutput(waiting.launched.step)
         launched = runner.launch(step)
+        # With a step before it, the device takes the next one when that has ended, even if this process only reads the
+        # message later.
         begin = self._free_at if self._in_flight else max(self._clock.now(), self._free_at)
         seconds = self._cost.seconds(launched.shape)
         self._free_at = begin + seconds
