@@ -205,7 +205,7 @@ def _build_times(rig: Rig, length: int, repeats: int) -> list[int]:
 
 
 def wire(sizes: Sizes, steady_decode: bool = True) -> dict[str, Any]:
-    """Messages of a step to the worker: mean over steady decode steps, and one with new prompts."""
+    """Return the cost of messages to workers: the mean of steady decode steps, and that of a step with new prompts."""
     rig = Rig(20_000, sizes.batch, steady_decode=steady_decode)
     rig.fill(sizes.batch, 512, 4096)
     freeze()

@@ -94,7 +94,7 @@ def _tie_order(question: RoutingQuestion, option: Option) -> tuple[bool, int, in
 
 
 def _score(question: RoutingQuestion, option: Option) -> float:
-    """Return the time until the request decodes, with what it does to others, in tokens of the fastest device."""
+    """Return the cost of an option, in tokens of the fastest device: until the request decodes, and what it evicts."""
     load = option.load
     tokens = float(question.num_tokens - option.num_cached)
     if option.num_host or option.num_disk:

@@ -84,7 +84,7 @@ class Turns:
         adapter.num_turn_steps = adapter.last_turn = 0
 
     def clear(self) -> None:
-        """End all turns, because no request runs."""
+        """End the turns of all adapters. No request may be running."""
         for adapter in [*self.active.values(), *self.waiting.values()]:
             adapter.is_active = adapter.awaits_first_token = False
         self.active.clear()

@@ -74,7 +74,7 @@ class RoutedRows:
         return self.table.index_select(0, self.slots)
 
     def advance(self) -> None:
-        """Note what is reported, after the rows were advanced by the tokens that they have computed and accepted."""
+        """Move each row's mark of reported positions up to what it has computed. The rows must have advanced."""
         begins = self.ends - self.counts
         computed = self.batch.num_computed[self.rows]
         self.batch.num_routed[self.rows] = computed

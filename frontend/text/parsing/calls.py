@@ -33,7 +33,7 @@ Properties = Mapping[str, Any]
 
 
 class CallText(Protocol):
-    """The text of one region with calls."""
+    """Parser of the text between the markers that begin and end tool calls in an answer."""
 
     rest: str | None
     """What followed the end of a value that ends its region, in the text pushed last; None before the end."""

@@ -22,7 +22,7 @@ def allocate(size: int) -> torch.Tensor:
     of their chunk.
     """
     global _rest
-    # Also for callers in inference mode, whose tensors could not be written to outside it.
+    # Not in inference mode, also if the caller is: a tensor that is made in it cannot be written to outside it later.
     with _lock, torch.inference_mode(False):
         if len(_rest) < size:
             _rest = _reserve(max(size, CHUNK))
