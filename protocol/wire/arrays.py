@@ -8,3 +8,5 @@ import numpy.typing as npt
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
 Float32: TypeAlias = npt.NDArray[np.float32]
+
+NO_TOKENS: Int32 = np.zeros(0, np.int32)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import Ended, EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, Ended, EndReason
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.beams.search import Choice
 from quire.scheduler_proc.core.beams import BeamGroup
 from quire.scheduler_proc.core.endings import Ending, SearchEnding, length_ending
@@ -20,26 +19,14 @@ from quire.scheduler_proc.requests.request import Request
 class OpaqueRequest(msgspec.Struct, frozen=True):
     """An arrival without tokens: lengths, and the hash of each full block (``block_hashes``, concatenated).
 
-    Hashes of blocks that the output will fill may follow those of the prompt.
+    Hashes of blocks that the output will fill may follow those of the prompt. ``request`` has everything else.
     """
 
-    request_id: str
+    request: AddRequest
     num_prompt_tokens: int
-    sampling: SamplingParams
-    seed: int
-    block_hashes: bytes
-    hash_bytes: int = 32
-    priority: int = 0
-    arrival: float = 0.0
     num_output_tokens: int = 0
-    tenant: int = 0
-    resubmitted: bool = False
-    forked_from: str = ""
-    adapter: AdapterRef | None = None
-    job_id: str = ""
-    is_last_step: bool = False
-    hint: str = ""
-    pooling: PoolingParams | None = None
+    block_hashes: bytes = b""
+    hash_bytes: int = SHORT_HASH_BYTES
 
     @property
     def names(self) -> list[bytes]:
@@ -50,21 +37,11 @@ class OpaqueRequest(msgspec.Struct, frozen=True):
 
 
 class OpaqueResult(msgspec.Struct, frozen=True):
-    """A step result without tokens: the handles of the requests that sampled, finished or were bad, and how beam
-    searches continue.
+    """A step result without tokens: the requests that finished, and how beam searches continue."""
 
-    ``handles`` is None if they are those of the last result that had them.
-    """
-
-    step: int
-    handles: Int32 | None
-    ended: list[Ended]
-    counts: Int32 | None = None
-    drafts: Int32 | None = None
-    bad: list[int] = msgspec.field(default_factory=list)
-    seconds: float = 0.0
-    failed: list[tuple[int, str]] = msgspec.field(default_factory=list)
-    beams: list[tuple[int, list[int]]] = msgspec.field(default_factory=list)
+    output: ModelRunnerOutput
+    ended: list[Ended] = []
+    beams: list[tuple[int, list[int]]] = []
 
 
 class OpaqueTokens:

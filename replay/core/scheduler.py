@@ -2,11 +2,11 @@
 
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.fifo_pool import FifoBlockPool
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, RecordedEndings
 from quire.replay.core.planner import ImitatingPlanner
@@ -63,7 +63,7 @@ class ReplayScheduler(Scheduler):
     def consume(self, event: Consumed | OpaqueRequest | OpaqueResult, client: int = 0) -> None:
         match event:
             case OpaqueRequest():
-                self.arrivals.add(event, client, partial(self._admit, event, client))
+                self.arrivals.add(event.request, client, partial(self._admit, event, client))
             case OpaqueResult():
                 self._answer(event)
             case _:
@@ -71,11 +71,11 @@ class ReplayScheduler(Scheduler):
         self.adapters.plan_loads()
 
     def _admit(self, event: OpaqueRequest, client: int) -> Request:
-        admission = self.arrivals.admission
-        admission.check_order(event)
-        admission.check_adapter(event.adapter)
-        admission.check_task(event, event.num_prompt_tokens)
-        admission.check_length(event, event.num_prompt_tokens)
+        admission, request = self.arrivals.admission, event.request
+        admission.check_order(request)
+        admission.check_adapter(request.adapter)
+        admission.check_task(request, event.num_prompt_tokens)
+        admission.check_length(request, event.num_prompt_tokens)
         if event.num_output_tokens < 0:
             text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
             raise Refusal("invalid_value", "num_output_tokens", text)
@@ -85,21 +85,13 @@ class ReplayScheduler(Scheduler):
             raise Refusal("invalid_value", "block_hashes", text)
         names = event.names if self.kv.pool.enable_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
-        return admission.build(event, client, tokens, event.num_prompt_tokens, self.forks.parent_of(event, client))
+        return admission.build(request, client, tokens, event.num_prompt_tokens, self.forks.parent_of(request, client))
 
     def _answer(self, event: OpaqueResult) -> None:
-        handles = self.in_flight.handles if event.handles is None else event.handles
-        num_tokens = len(handles) if event.counts is None else int(event.counts.sum())
-        output = ModelRunnerOutput(
-            event.step,
-            np.zeros(num_tokens, np.int32),
-            event.handles,
-            event.counts,
-            seconds=event.seconds,
-            bad=event.bad,
-            drafts=event.drafts,
-            failed=event.failed,
-        )
+        output = event.output
+        handles = self.in_flight.handles if output.handles is None else output.handles
+        num_tokens = len(handles) if output.counts is None else int(output.counts.sum())
+        output = msgspec.structs.replace(output, tokens=np.zeros(num_tokens, np.int32))
         self.results.update_from_output(output, RecordedEndings(event.ended, event.beams), deliver=False)
 
     def find(self, handle: int) -> Request | None:

@@ -61,7 +61,7 @@ def _check_place(entry: TraceLine, header: Header) -> None:
 
 def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, faults: Faults) -> Call:
     """Make the call of a request; output tokens from before its arrival (a resubmission) are part of the prompt."""
-    line = outcome.arrival
+    line, request = outcome.arrival, outcome.arrival.request
     num_prompt_tokens = line.num_prompt_tokens + line.num_output_tokens
     unit = header.kv_layout.block_size
     total = line.num_prompt_tokens + outcome.num_tokens
@@ -71,13 +71,13 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
         line.req_id,
         arrival,
         num_prompt_tokens,
-        0 if line.pooling else faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
+        0 if request.pooling else faults.at_least_one_token(max(outcome.num_tokens - line.num_output_tokens, 0)),
         ContentIds(ids[: num_prompt_tokens // unit], unit),
-        priority=line.priority,
-        tokens=line.prompt_token_ids if not line.num_output_tokens else None,
+        priority=request.priority,
+        tokens=request.prompt_token_ids.tolist() if header.prompts and not line.num_output_tokens else None,
         answer=ContentIds(ids, unit) if ids else None,
-        adapter="" if line.adapter is None else f"{line.adapter.name} {line.adapter.digest[:8].hex()}",
-        pooling=line.pooling,
+        adapter="" if request.adapter is None else f"{request.adapter.name} {request.adapter.digest[:8].hex()}",
+        pooling=request.pooling,
     )
 
 

@@ -102,7 +102,7 @@ class _Run:
 
     def arrived(self, line: Arrival, decisions: list[Decision]) -> None:
         now = self._time(line.now)
-        run = RequestRun(line.req_id, now, line.num_prompt_tokens, line.job_id, line.priority)
+        run = RequestRun(line.req_id, now, line.num_prompt_tokens, line.request.job_id, line.request.priority)
         ended_at_once = bool(self._decision_log.ended_requests)
         self._collector.arrived(
             run, line.client, self._decision_log.ended_requests[0].handle if ended_at_once else None

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from typing import Any, Protocol, assert_never
 
 import msgspec
+import numpy as np
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
-from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.replay.core.opaque import OpaqueTokens
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
+from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.recorded.difference import (
     ALTERED,
@@ -24,11 +25,11 @@ from quire.replay.recorded.difference import (
     kind_of,
 )
 from quire.replay.recorded.keyframes import begin_at
-from quire.replay.recorded.opaque_lines import opaque_request, opaque_result
 from quire.replay.recorded.reader import TraceLine
 from quire.scheduler_proc.core.in_flight import WorkerFault
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
+from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import (
     AnyLine,
     Arrival,
@@ -143,16 +144,9 @@ class _Replay:
     def __init__(self, header: Header, observer: Observer | None) -> None:
         self._header = header
         self._decision_log = DecisionLog()
-        self.scheduler = ReplayScheduler(
-            header.config,
-            header.kv_layout,
-            header.num_blocks,
-            hooks=self._decision_log,
-            num_host_pages=header.num_host_pages,
-            num_disk_pages=header.num_disk_pages,
-            forgotten=header.forgotten,
-            costs=header.costs,
-        )
+        _, _, *sizes = TraceHeader.__struct_fields__
+        engine = {name: getattr(header, name) for name in sizes}
+        self.scheduler = ReplayScheduler(header.config, header.kv_layout, hooks=self._decision_log, **engine)
         self._observer = observer
         if observer is not None:
             observer.begin(header, self.scheduler, self._decision_log)
@@ -238,7 +232,8 @@ class _Replay:
         if key in self.scheduler.table.requests:
             raise Differs("req_id", line.req_id, "rejected: the id is in use")
         self._add_future_hashes(line.hashes)
-        self.scheduler.consume(opaque_request(line, self._header.hash_bytes), line.client)
+        lengths, size = (line.num_prompt_tokens, line.num_output_tokens), self._header.hash_bytes
+        self.scheduler.consume(OpaqueRequest(line.request, *lengths, line.block_hashes, size), line.client)
         if key not in self.scheduler.table.requests and not self._decision_log.ended_requests:
             rejected = [m for _, m in self.scheduler.take_messages() if isinstance(m, Rejected)]
             raise Differs(rejected[0].param, "accepted", f"rejected: {rejected[0].message}")
@@ -380,15 +375,27 @@ class _Replay:
         first = self._header
         most = first.config.max_num_batched_tokens
         compare("config", msgspec.structs.replace(line.config, max_num_batched_tokens=most), first.config)
-        compare("kv_layout", line.kv_layout, first.kv_layout)
-        compare("num_blocks", line.num_blocks, first.num_blocks)
-        compare("num_host_pages", line.num_host_pages, first.num_host_pages)
-        compare("num_disk_pages", line.num_disk_pages, first.num_disk_pages)
-        compare("costs", line.costs, first.costs)
+        for field in ("kv_layout", "num_blocks", "num_host_pages", "num_disk_pages", "costs"):
+            compare(field, getattr(line, field), getattr(first, field))
 
     def _name_of(self, handle: int) -> str:
         request = self.scheduler.find(handle)
         return "" if request is None else request.request_id
+
+
+def opaque_result(line: Result) -> OpaqueResult:
+    """Convert a result line without its hashes, which the replay adds before it applies the result."""
+    arrays = [None if each is None else np.array(each, np.int32) for each in (line.handles, line.counts, line.drafts)]
+    output = ModelRunnerOutput(
+        line.step,
+        handles=arrays[0],
+        counts=arrays[1],
+        drafts=arrays[2],
+        bad=line.bad,
+        failed=line.failed,
+        seconds=line.seconds,
+    )
+    return OpaqueResult(output, line.ended, line.beams)
 
 
 def _admission(line: AnyLine, version: int) -> tuple[Any, ...]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from quire.protocol.wire.arrays import NO_TOKENS
+from quire.protocol.wire.front_end_messages import AddRequest
 from quire.replay.core.opaque import OpaqueTokens
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
@@ -25,12 +27,11 @@ def begin_at(scheduler: Scheduler, line: Keyframe, arrived: Callable[[Arrival, l
                 Arrival(
                     now=line.now,
                     client=request.client,
-                    req_id=request.request_id,
+                    request=AddRequest(
+                        request.request_id, NO_TOKENS, request.sampling, request.seed, priority=request.priority
+                    ),
                     num_prompt_tokens=request.num_prompt_tokens,
                     num_output_tokens=request.num_output_tokens,
-                    priority=request.priority,
-                    sampling=request.sampling,
-                    seed=request.seed,
                 ),
                 [],
             )

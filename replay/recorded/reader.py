@@ -9,7 +9,7 @@ from zlib import crc32
 import msgspec
 
 from quire.protocol.errors import ConfigError, QuireError
-from quire.replay.recorded import version_1
+from quire.replay.recorded import older_versions
 from quire.replay.recorded.decompress import DECOMPRESSION_ERRORS, open_decompressed
 from quire.scheduler_proc.trace import lines
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Keyframe, Lost
@@ -69,7 +69,6 @@ class TraceReader:
         self.notes: list[str] = []
         self.files = _find_files(path)
         self.header = read_header(self.files[0])
-        self._is_version_1 = _first_line(self.files[0])[1].version == version_1.VERSION
         if self.header.part:
             self._report(f"{self.files[0]} is part {self.header.part} of a trace; the parts before it are missing")
 
@@ -130,8 +129,8 @@ class TraceReader:
             yield self._damaged(f"{file}:{number + 1}: {_describe(error)}", number + 1, name)
 
     def _decode(self, raw: bytes, number: int, name: str, file: Path) -> TraceLine:
-        if self._is_version_1:
-            raw = version_1.upgrade(raw)
+        if self.header.version < lines.VERSION:
+            raw = older_versions.upgrade(raw, self.header.version)
         try:
             line = lines.decode_line(raw)
         except _UNREADABLE as error:
@@ -164,7 +163,7 @@ class TraceReader:
 
 
 def read_header(file: Path) -> Header:
-    """Return the header of ``file``, converted to the current version of the format.
+    """Return the header of ``file``.
 
     Raises:
         ConfigError: ``file`` is not a Quire trace, or its version or its engine's eviction policy is not supported.
@@ -173,7 +172,7 @@ def read_header(file: Path) -> Header:
     if first.kind != "header" or first.format != lines.FORMAT:
         kind = f"format {first.format[:40]!r}" if first.format else "no format"
         raise ConfigError(f"{file}:1: not the header of a Quire trace ({kind})")
-    if not version_1.VERSION <= first.version <= lines.VERSION:
+    if not older_versions.OLDEST <= first.version <= lines.VERSION:
         raise ConfigError(
             f"{file} has version {first.version} of the trace format; this Quire reads versions 1 to {lines.VERSION}"
         )
@@ -183,7 +182,7 @@ def read_header(file: Path) -> Header:
             "only a Quire from before that day replays it (docs/log/2026-11-27.md)"
         )
     try:
-        header = lines.decode_line(version_1.upgrade(raw) if first.version == version_1.VERSION else raw)
+        header = lines.decode_line(raw)
     except _UNREADABLE as error:
         raise ConfigError(f"{file}:1: the line is damaged: {error}") from None
     assert isinstance(header, Header)  # by its kind

@@ -200,7 +200,7 @@ class RequestOutcomes:
                     self._end(key, "aborted")
             case UnloadAdapter(force=True):
                 for key, outcome in list(self._live.items()):
-                    adapter = outcome.arrival.adapter
+                    adapter = outcome.arrival.request.adapter
                     if adapter is not None and (adapter.name, adapter.digest) == (event.name, event.digest):
                         self._end(key, "aborted")
             case Control() | BlocksMoved() | DiskContents() | LoadLate() | AdapterLoaded() | UnloadAdapter():

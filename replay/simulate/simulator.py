@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import CallsTool
+from quire.protocol.wire.arrays import NO_TOKENS, Int32
+from quire.protocol.wire.front_end_messages import AddRequest, CallsTool
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.costs.adapter_clock import AdapterClock
@@ -203,23 +204,20 @@ class Simulator:
         if call.adapter and self.scheduler.config.enable_lora:
             adapter = AdapterRef(call.adapter, sha256(call.adapter.encode()).digest(), "")
         known_as = f"{call.number}"  # ids of a trace may be equal or too long
-        self.scheduler.consume(
-            OpaqueRequest(
-                known_as,
-                call.num_prompt_tokens,
-                sampling,
-                0,
-                names,
-                hash_bytes=SHORT_HASH_BYTES,
-                priority=call.priority,
-                arrival=self._now,
-                adapter=adapter,
-                job_id=call.conversation if self._score is None else "",
-                pooling=call.pooling,
-            )
+        request = AddRequest(
+            known_as,
+            NO_TOKENS,
+            sampling,
+            0,
+            priority=call.priority,
+            arrival=self._now,
+            adapter=adapter,
+            job_id=call.conversation if self._score is None else "",
+            pooling=call.pooling,
         )
-        if self._score is not None and (request := self.scheduler.table.requests.get((0, known_as))) is not None:
-            self._score.add(call, request.program)
+        self.scheduler.consume(OpaqueRequest(request, call.num_prompt_tokens, 0, names, SHORT_HASH_BYTES))
+        if self._score is not None and (accepted := self.scheduler.table.requests.get((0, known_as))) is not None:
+            self._score.add(call, accepted.program)
         self._calls[run] = call
         for refused in self._collector.arrived(run, known_as=known_as):
             self._end(self._calls.pop(refused))
@@ -273,7 +271,8 @@ class Simulator:
 
     def _finish_step(self) -> None:
         done = self._in_flight.popleft()
-        self.scheduler.consume(OpaqueResult(done.step, done.handles, [], seconds=done.end - done.begin))
+        output = ModelRunnerOutput(done.step, handles=done.handles, seconds=done.end - done.begin)
+        self.scheduler.consume(OpaqueResult(output))
         for run in self._collector.step_finished(self._now, done.step, done.begin, done.end, done.handles):
             call = self._calls.pop(run)
             if call.tool and self.scheduler.programs.is_enabled:

@@ -6,9 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.protocol.block_hash import HashChain
-from quire.protocol.wire.arrays import Int32
-
-_NO_TOKENS = np.zeros(0, np.int32)
+from quire.protocol.wire.arrays import NO_TOKENS, Int32
 
 
 class TokenStore(Protocol):
@@ -93,7 +91,7 @@ class Tokens:
         return () if self._chain is None else self._chain.salts
 
     def fork(self, num_tokens: int) -> "Tokens":
-        made = Tokens(_NO_TOKENS, None)
+        made = Tokens(NO_TOKENS, None)
         made._data = self._data[: 4 * num_tokens]
         if self._chain is not None:
             made._chain = self._chain.fork(made._data)

@@ -16,17 +16,15 @@ import numpy.typing as npt
 from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
-from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, Stop, TenantService
+from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
+from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Ended, Stop, TenantService
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.snapshot import Snapshot
 
 FORMAT = "quire-trace"
-VERSION = 3
+VERSION = 4
 HASH_BYTES = SHORT_HASH_BYTES
 
 
@@ -98,32 +96,26 @@ class Keyframe(Line, frozen=True, kw_only=True, tag="keyframe"):
 class Arrival(Line, frozen=True, kw_only=True, tag="arrival"):
     """An accepted request. A refused one changes no state and is only counted.
 
-    ``sampling`` has the parameters that affect scheduling, but no texts, schemas or token lists. ``block_hashes``:
-    hashes of its full blocks, concatenated. ``forked_from``: id of the request whose tokens it continues;
-    ``hashes``: (handle, hash) of the blocks of that request that became full when it was asked for its tokens.
-    ``adapter``: its LoRA adapter, without the folder. ``pooling``: what its prompt is turned into; its vectors are not
-    in the trace.
+    Attributes:
+        request: the message, without what its user wrote; see ``without_texts``. It has tokens only if
+            ``Header.prompts``.
+        num_prompt_tokens, num_output_tokens: lengths; those of a fork are known only when it arrives.
+        block_hashes: hashes of its full blocks, concatenated.
+        hashes: (handle, hash) of the blocks of the request that it forks, which became full when it was asked for its
+            tokens.
     """
 
     now: float
     client: int = 0
-    req_id: str
+    request: AddRequest
     num_prompt_tokens: int
     num_output_tokens: int = 0
-    priority: int = 0
-    arrival: float = 0.0
-    job_id: str = ""
-    is_last_step: bool = False
-    sampling: SamplingParams
-    seed: int = 0
-    tenant: int = 0
-    resubmitted: bool = False
-    forked_from: str = ""
-    adapter: AdapterRef | None = None
     hashes: list[tuple[int, bytes]] = []
     block_hashes: bytes = b""
-    prompt_token_ids: list[int] | None = None
-    pooling: PoolingParams | None = None
+
+    @property
+    def req_id(self) -> str:
+        return self.request.request_id
 
 
 OtherEvent: TypeAlias = (
@@ -267,7 +259,9 @@ class Tick(Line, frozen=True, kw_only=True, tag="tick"):
 
 
 class Result(Line, frozen=True, kw_only=True, tag="result"):
-    """The result of a step, with the fields of OpaqueResult.
+    """The result of a step: the fields of ModelRunnerOutput on which decisions depend, and what they caused.
+
+    It is not the message itself, because a steady step must cost few bytes: the message is a list, with all fields.
 
     ``handles`` is absent when equal to those of the last result that had them. ``beams``: (handle, parents) of each
     beam search that continues: its beam i continues beam ``parents[i]``.

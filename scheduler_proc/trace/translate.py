@@ -10,7 +10,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef
-from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.arrays import NO_TOKENS, Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
@@ -58,13 +58,7 @@ def make_header(
         format=FORMAT,
         version=VERSION,
         quire=header.config.version,
-        config=public_config(header.config),
-        kv_layout=header.kv_layout,
-        num_blocks=header.num_blocks,
-        num_host_pages=header.num_host_pages,
-        num_disk_pages=header.num_disk_pages,
-        forgotten=header.forgotten,
-        costs=header.costs,
+        **msgspec.structs.asdict(msgspec.structs.replace(header, config=public_config(header.config))),
         now=now,
         wall=wall,
         hash_bytes=HASH_BYTES,
@@ -163,23 +157,25 @@ def arrival_line(
     return Arrival(
         now=now,
         client=client,
-        req_id=event.request_id,
+        request=without_texts(event, prompts=prompts),
         num_prompt_tokens=num_tokens[0],
         num_output_tokens=num_tokens[1],
-        priority=event.priority,
-        arrival=event.arrival,
-        job_id=event.job_id,
-        is_last_step=event.is_last_step,
-        sampling=scheduling_params(event.sampling),
-        seed=event.seed,
-        tenant=event.tenant,
-        resubmitted=event.resubmitted,
-        forked_from=event.forked_from,
-        adapter=None if event.adapter is None else without_folder(event.adapter),
         hashes=hashes,
         block_hashes=b"".join([block_hash[:HASH_BYTES] for block_hash in block_hashes]),
-        prompt_token_ids=_to_list(event.prompt_token_ids) if prompts else None,
-        pooling=event.pooling,
+    )
+
+
+def without_texts(event: AddRequest, *, prompts: bool = False) -> AddRequest:
+    """Return the message without what its user wrote, and what the line has in other fields."""
+    return msgspec.structs.replace(
+        event,
+        prompt_token_ids=event.prompt_token_ids if prompts else NO_TOKENS,
+        output_token_ids=None,
+        cache_salt="",
+        sampling=scheduling_params(event.sampling),
+        adapter=None if event.adapter is None else without_folder(event.adapter),
+        hint="",
+        num_forked_tokens=0,
     )
 
 

@@ -122,7 +122,7 @@ def test_a_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path)
     """One number of a decision, an arrival or a result is changed, with its checksum updated."""
     path, _ = recorded
     lines = [read.line for read in TraceReader(path)]
-    for kind, field in (("StepDecision", "counts"), ("Arrival", "priority"), ("Result", "ended")):
+    for kind, field in (("StepDecision", "counts"), ("Arrival", "num_prompt_tokens"), ("Result", "ended")):
         at, line = next(
             (at, line)
             for at, line in enumerate(lines)
@@ -141,8 +141,8 @@ def test_a_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path)
 
 def with_another(line: Line, field: str) -> Line:
     value = getattr(line, field)
-    if field == "priority":
-        return msgspec.structs.replace(line, crc=None, priority=value - 1)
+    if field == "num_prompt_tokens":
+        return msgspec.structs.replace(line, crc=None, num_prompt_tokens=value - 1)
     if field == "ended":
         less = msgspec.structs.replace(value[0], num_output_tokens=value[0].num_output_tokens - 1)
         return msgspec.structs.replace(line, crc=None, ended=[less, *value[1:]])

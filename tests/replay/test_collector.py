@@ -4,8 +4,9 @@ import numpy as np
 from scheduler_driver import make_config, make_layout
 
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.front_end_messages import Abort
+from quire.protocol.wire.arrays import NO_TOKENS, Int32
+from quire.protocol.wire.front_end_messages import Abort, AddRequest
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.costs.rows import SimulatedRows
@@ -29,7 +30,7 @@ class Bench:
 
     def arrive(self, name: str, client: int = 0, num_output_tokens: int = 20) -> RequestRun:
         sampling = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
-        self.scheduler.consume(OpaqueRequest(name, 4, sampling, 0, b"", arrival=self.now), client)
+        self.scheduler.consume(OpaqueRequest(AddRequest(name, NO_TOKENS, sampling, 0, arrival=self.now), 4), client)
         run = RequestRun(name, self.now, 4)
         self.collector.arrived(run, client)
         return run
@@ -47,7 +48,7 @@ class Bench:
 
     def answer(self, step: int, handles: Int32 | None, bad: tuple[int, ...] = ()) -> list[RequestRun]:
         self.now += 1.0
-        self.scheduler.consume(OpaqueResult(step, handles, [], bad=list(bad)))
+        self.scheduler.consume(OpaqueResult(ModelRunnerOutput(step, handles=handles, bad=list(bad))))
         return self.collector.step_finished(self.now, step, self.now - 1.0, self.now, handles)
 
     def finish(self) -> dict[float, int]:

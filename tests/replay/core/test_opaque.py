@@ -6,6 +6,8 @@ import pytest
 from scheduler_driver import change, make_config, make_layout
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.arrays import NO_TOKENS
+from quire.protocol.wire.front_end_messages import AddRequest
 from quire.replay.core.opaque import OpaqueRequest
 from quire.replay.core.scheduler import ReplayScheduler
 
@@ -23,7 +25,7 @@ from quire.replay.core.scheduler import ReplayScheduler
 def test_checks_opaque_arrivals(fields: dict[str, Any]) -> None:
     config = make_config()
     scheduler = ReplayScheduler(config, make_layout(config), 33)
-    event = OpaqueRequest("o", 5, SamplingParams(), 0, b"")
+    event = OpaqueRequest(AddRequest("o", NO_TOKENS, SamplingParams(), 0), 5)
     scheduler.consume(change(event, **fields))
     assert not scheduler.table.requests
     scheduler.consume(event)

@@ -227,7 +227,7 @@ def test_altered_line_is_a_difference(kind: type, has: str, fields: Any, expecte
 def test_detects_changed_priority_at_admission() -> None:
     lines = small()
     at = find_line(lines, Arrival, lambda line: line.req_id == "r2")
-    found = replayed(altered(lines, at, priority=-5))
+    found = replayed(altered(lines, at, request=msgspec.structs.replace(lines[at].request, priority=-5)))
     assert found is not None and found.line > at + 1 and found.req_id == "r2"
 
 

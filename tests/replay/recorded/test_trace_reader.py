@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from scheduler_driver import Driver
 from traced_runs import encoded, write_trace
@@ -57,9 +58,7 @@ def test_reads_compressed_file_of_any_name(tmp_path: Path, pack: Any) -> None:
     assert [line.number for line in entries] == list(range(1, len(raw) + 1)) and {line.file for line in entries} == {
         "noname"
     }
-    assert [msgspec.structs.replace(line.line, crc=None) for line in entries] == [
-        msgspec.structs.replace(line, crc=None) for line in some_lines()
-    ]
+    assert encoded(line.line for line in entries) == encoded(some_lines())
     assert all(line.is_intact for line in entries)
 
 
@@ -147,7 +146,7 @@ def test_rejects_folder_with_two_traces_or_none(tmp_path: Path) -> None:
         (b'{"kind":"header","format":"other","version":1}\n', "format 'other'"),
         (
             b'{"kind":"header","format":"quire-trace","version":9}\n',
-            "has version 9 of the trace format; .* versions 1 to 3",
+            "has version 9 of the trace format; .* versions 1 to 4",
         ),
         (b'{"kind":"header","format":"quire-trace","version":1}\n', "1: the line is damaged: .*missing required field"),
         (b"\x1f\x8b\x00", "damaged or cut short"),
@@ -231,6 +230,6 @@ def test_notes_missing_end_line(tmp_path: Path) -> None:
 
 def test_accepts_line_without_checksum(tmp_path: Path) -> None:
     lines = some_lines()
-    bare = [msgspec.json.encode(msgspec.structs.replace(line, crc=None)) for line in lines]
+    bare = [msgspec.json.encode(msgspec.structs.replace(line, crc=None), enc_hook=np.ndarray.tolist) for line in lines]
     assert replay_lines(TraceReader(written(tmp_path, joined(bare)))) is None
     assert encode_line(msgspec.structs.replace(lines[1], crc=None)) == raw_lines()[1]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.replay.recorded.command import replay_trace
+from quire.replay.recorded.older_versions import upgrade
 from quire.replay.recorded.reader import TraceReader
-from quire.replay.recorded.version_1 import upgrade
 from quire.scheduler_proc.trace.lines import Arrival, WorkerEpoch
 
 RECORDED = Path(__file__).parents[2] / "data/trace_version_1.jsonl.gz"
@@ -32,7 +32,7 @@ def test_a_recorded_trace_replays_exactly(tmp_path: Path) -> None:
 def test_renamed_fields_keep_their_values() -> None:
     lines = lines_of(RECORDED)
     epochs = [line for line in lines if isinstance(line, WorkerEpoch)]
-    assert lines[0].version == 2 and [a.resubmitted for a in lines if isinstance(a, Arrival)].count(True) == 1
+    assert lines[0].version == 1 and [a.request.resubmitted for a in lines if isinstance(a, Arrival)].count(True) == 1
     old = [json.loads(line) for line in gzip.decompress(RECORDED.read_bytes()).splitlines()]
     expected = [(e.get("halved", False), e.get("fresh", False)) for e in old if e["kind"] == "epoch"]
     assert [(e.budget_halved, e.new_workers) for e in epochs] == expected
@@ -49,4 +49,4 @@ def test_an_altered_line_is_still_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("raw", [b'{"kind":"epoch"', b"[1]\n", b"\xff\n", b'{"kind":"tick","now":1.0}\n'])
 def test_other_text_is_left_for_the_reader(raw: bytes) -> None:
-    assert upgrade(raw) == raw
+    assert upgrade(raw, 1) == raw

@@ -466,7 +466,8 @@ def test_trace_has_the_task_but_no_vectors_and_replays(prompts: bool) -> None:
     records = list(driver.log)
     encoded = [encode_line(line) for line in record_log(driver.header, records, prompts=prompts)]
     lines = [decode_line(line) for line in encoded]
-    assert [line.pooling for line in lines if isinstance(line, Arrival)] == [PoolingParams("embed", 4), EACH, None]
+    arrivals = [line.request for line in lines if isinstance(line, Arrival)]
+    assert [request.pooling for request in arrivals] == [PoolingParams("embed", 4), EACH, None]
     assert all(b"pooled" not in line for line in encoded)
     assert replay_lines(numbered(lines), check=True) is None
     (tail,) = tails(driver)

@@ -106,7 +106,7 @@ def test_a_compressed_trace_in_parts_replays(start: Start, tmp_path: Path) -> No
     stop(loop)
     assert replay_lines(TraceReader(tmp_path / "t.jsonl.zst")) is None
     arrivals = [line for line in lines_in(tmp_path / "t.jsonl.zst") if isinstance(line, Arrival)]
-    assert [line.prompt_token_ids for line in arrivals] == [[index, *PROMPT] for index in range(8)]
+    assert [line.request.prompt_token_ids.tolist() for line in arrivals] == [[index, *PROMPT] for index in range(8)]
 
 
 @pytest.mark.full
@@ -182,7 +182,7 @@ def test_trace_with_adapters_replays_and_has_no_folders(start: Start, tmp_path: 
     stop(loop)
     assert replay_lines(TraceReader(path), check=True) is None
     lines = lines_in(path)
-    assert [line.adapter.name for line in lines if isinstance(line, Arrival) and line.adapter] == [
+    assert [line.request.adapter.name for line in lines if isinstance(line, Arrival) and line.request.adapter] == [
         *("name", "name", "bad", "name")
     ]
     assert b"/adapters/" not in path.read_bytes()

@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 from lines_in_memory import record_log
 from scheduler_driver import Driver, expected_tokens, make_config, make_layout, make_request
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
-from quire.protocol.wire.front_end_messages import Control, EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason
 from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.trace.decision_log import DecisionLog
@@ -23,7 +24,7 @@ from quire.scheduler_proc.trace.lines import (
     encode_line,
 )
 from quire.scheduler_proc.trace.recorder import TraceRecorder, make_immediately
-from quire.scheduler_proc.trace.translate import event_line
+from quire.scheduler_proc.trace.translate import event_line, without_texts
 
 SECRET = "hunter2"
 PROMPT = list(range(3, 20))
@@ -72,7 +73,7 @@ def test_traces_have_no_user_text() -> None:
     text = b"\n".join(encode_line(line) for line in driver.lines())
     assert SECRET.encode() not in text and b"731" not in text and b'model_path":"/' not in text
     (arrival,) = of(driver, Arrival)
-    assert arrival.sampling == SamplingParams(
+    assert arrival.request.sampling == SamplingParams(
         max_tokens=5,
         min_tokens=1,
         stop_token_ids=[9],
@@ -80,9 +81,24 @@ def test_traces_have_no_user_text() -> None:
         structured_outputs=StructuredOutputs(json_object=True),
         repetition_detection=RepetitionDetection(max_pattern_size=4, min_count=3),
     )
-    assert arrival.prompt_token_ids is None
+    assert not len(arrival.request.prompt_token_ids)
     asked = [line for line in record_log(driver.header, driver.log, prompts=True) if isinstance(line, Arrival)]
-    assert asked[0].prompt_token_ids == PROMPT
+    assert asked[0].request.prompt_token_ids.tolist() == PROMPT
+
+
+def test_each_field_of_a_request_is_public_or_blanked() -> None:
+    """A new field of the message is written to traces unless ``without_texts`` blanks it: decide here."""
+    blanked = {"prompt_token_ids", "output_token_ids", "cache_salt", "hint", "num_forked_tokens"}
+    numbers = {"seed", "priority", "arrival", "tenant", "resubmitted", "is_last_step", "request_id", "job_id"}
+    converted = {"sampling", "adapter", "pooling", "forked_from"}
+    assert set(AddRequest.__struct_fields__) == blanked | numbers | converted | {
+        "mm_features",
+        "kv_transfer",
+    }  # the last are refused
+    full = AddRequest("a", np.ones(2, np.int32), SamplingParams(), 1, np.ones(2, np.int32), cache_salt=SECRET, hint="h")
+    public = without_texts(full)
+    assert not any(np.size(getattr(public, name)) and getattr(public, name) for name in blanked - {"output_token_ids"})
+    assert public.output_token_ids is None
 
 
 def test_traces_have_no_messages_of_grammar_compilers() -> None:
@@ -188,5 +204,5 @@ def test_times_are_those_of_the_loop() -> None:
     recorder.before_step()
     recorder.decided(3.0, scheduler.schedule(3.0))
     assert [line.now for line in lines if not isinstance(line, PrefixCacheEvent)] == [1.0, 2.0, 3.0, 3.0]
-    assert lines[0].arrival == 0.5
+    assert lines[0].request.arrival == 0.5
     assert (lines[2].running, lines[2].waiting, lines[2].free_blocks) == (0, 1, 32)
