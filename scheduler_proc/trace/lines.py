@@ -148,7 +148,7 @@ class Event(Line, frozen=True, kw_only=True, tag="event"):
 
 
 class StepSnapshot(Line, frozen=True, kw_only=True, tag="step_snapshot"):
-    """The state before a decision, written when it changed. Its fields have the names that other schedulers' traces use.
+    """The state before a decision, written when it changed. Fields are named as in other schedulers' traces.
 
     ``num_pinned``: programs whose blocks are kept between two turns. ``pinned_job_ids``: their job ids, or "";
     ``pinned_blocks``: how many blocks of each. ``tiers``: pages of host memory and disk: free, all, with content.
