@@ -2,8 +2,9 @@
 
     python -P tools/house.py [--against COMMIT] [--cpu FILE] [--json FILE]
 
-The earlier commit is the last one that CHANGELOG.md names, unless ``--against`` names another. ``--cpu`` reads a JSON
-object of CPU seconds by test file. ``--json`` writes every figure, also those of which the tables have only the worst.
+The earlier commit is the last one that CHANGELOG.md names, unless ``--against`` names another. ``--cpu`` reads the
+file that ``make test`` leaves in .pytest_cache/cpu_seconds.json. ``--json`` writes every figure, also those of which
+the tables have only the worst.
 These are figures to judge, not limits: docs/packaging.md has the budget of lines per package.
 
 A product file names a capability from outside if its path has no word of ``WORDS`` and is not in ``ROOMS``, and an
@@ -64,17 +65,15 @@ MANY_IMPORTS, MANY_ARGUMENTS, LONG_FUNCTION = 12, 6, 60
 SHOWN = 12
 
 TABLES = ("lines", "files", "lines per package", "lines per room", "comment lines")
+BUDGET = "lines left in the budget of docs/packaging.md"
 TABLES += ("files that name a capability from outside", "of these, files that serve", "of these, files of the core")
 LONG = (f"own imports over {MANY_IMPORTS}", f"constructor arguments over {MANY_ARGUMENTS}")
 LONG += (f"functions over {LONG_FUNCTION} lines", "modules that share the name of a class")
 """Tables of single files, classes and functions, of which only the largest are printed."""
-COSTS = "CPU seconds of tests"
-
-Files = Mapping[str, str]
-Row = tuple[str, float | None, float | None]
+COSTS = ("tests that ran", "their CPU seconds")
 
 
-def files_of(commit: str) -> Files:
+def files_of(commit: str) -> dict[str, str]:
     """Return path → source of the Python files of a commit, or of the checkout if ``commit`` is empty."""
     if not commit:
         listed = _git("ls-files", "-co", "--exclude-standard", "*.py").decode().split("\n")
@@ -119,7 +118,7 @@ def kind(path: str) -> str | None:
     return "serves" if package in PACKAGES else "tools" if package == "tools" else None
 
 
-def figures(files: Files) -> dict[str, dict[str, float]]:
+def figures(files: Mapping[str, str]) -> dict[str, dict[str, float]]:
     """Return every figure: table → row → number."""
     found: dict[str, dict[str, float]] = defaultdict(Counter)
     classes: dict[str, set[str]] = defaultdict(set)
@@ -201,24 +200,27 @@ def _flat(text: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", text).lower()
 
 
-def seconds_per_package(seconds: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = Counter()
-    for path, value in seconds.items():
-        found["/".join(path.split("/")[:2] if path.count("/") > 1 else path.split("/")[:1])] += value
-    return {name: round(value, 1) for name, value in found.items()}
+def costs_of(file: Path) -> dict[str, dict[str, float]]:
+    """Return the number of tests, and their CPU seconds, by package; ``file``: as pytest's --cpu-seconds writes it."""
+    found: dict[str, dict[str, float]] = {name: Counter() for name in COSTS}
+    for path, (count, own, children) in json.loads(file.read_text(encoding="utf-8")).items():
+        package = "/".join(path.split("/")[:-1][:2]) or path
+        found[COSTS[0]][package] += count
+        found[COSTS[1]][package] = round(found[COSTS[1]][package] + own + children, 1)
+    return found
 
 
 def print_tables(now: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> None:
     """Print each table with its sum; of single files, classes and functions only the largest of today."""
-    for name in (*TABLES, *LONG, COSTS):
+    for name in (*TABLES, BUDGET, *LONG, *COSTS):
         new, old = now.get(name, {}), before.get(name, {})
         rows = sorted(new, key=lambda row: -new[row])[:SHOWN] if name in LONG else sorted({*new, *old})
         sums = (len(new), len(old)) if name in LONG else (sum(new.values()), sum(old.values()))
         if not rows:
             continue
         print(f"\n{name:<74}{'now':>9}{'before':>9}{'change':>9}")
-        table: list[Row] = [(row, new.get(row), old.get(row)) for row in rows]
-        for label, value, past in [*table, ("number of them" if name in LONG else "sum", *sums)]:
+        last = "number of them" if name in LONG else "sum", *sums
+        for label, value, past in [*((row, new.get(row), old.get(row)) for row in rows), last]:
             change = f"{(value or 0) - (past or 0):+,.10g}" if old else ""
             print(f"  {label:<72}{_shown(value):>9}{_shown(past) if old else '':>9}{change:>9}")
 
@@ -230,7 +232,7 @@ def _shown(value: float | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--against", metavar="COMMIT", help="the earlier commit; default: the last one in CHANGELOG.md")
-    parser.add_argument("--cpu", type=Path, metavar="FILE", help="JSON object: test file to CPU seconds")
+    parser.add_argument("--cpu", type=Path, metavar="FILE", help="what pytest --cpu-seconds FILE has written")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     flags = parser.parse_args()
     named = re.findall(r"`([0-9a-f]{8,40})`", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
@@ -238,9 +240,13 @@ def main() -> None:
     if not commit:
         parser.error("CHANGELOG.md names no commit: give one with --against")
     now: dict[str, Any] = figures(files_of(""))
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| ([\d,]+) \|$", (ROOT / "docs/packaging.md").read_text(encoding="utf-8"), re.M
+    )
+    now[BUDGET] = {name: int(most.replace(",", "")) - now["lines per package"][name] for name, most in rows}
     before: dict[str, Any] = figures(files_of(commit))
     if flags.cpu:
-        now[COSTS] = seconds_per_package(json.loads(flags.cpu.read_text(encoding="utf-8")))
+        now |= costs_of(flags.cpu)
     print(f"Checkout beside commit {commit}")
     print_tables(now, before)
     if flags.json:

@@ -1,5 +1,6 @@
 """The figures of the code: what counts as a name of a capability or as an argument, and where old files are."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -49,3 +50,13 @@ def test_files_of_earlier_commits_are_counted_in_the_rooms_of_today() -> None:
         "launch/cli.py",
     ]
     assert [house.path_today(path) for path in moved] == today
+
+
+def test_cpu_seconds_are_summed_by_package(tmp_path: Path) -> None:
+    file = tmp_path / "cpu.json"
+    rows = {"tests/kernels/cpu/test_a.py": [2, 1.0, 0.5], "tests/kernels/test_b.py": [1, 1, 0], "(no test)": [0, 3, 0]}
+    file.write_text(json.dumps(rows))
+    assert house.costs_of(file) == {
+        "tests that ran": {"tests/kernels": 3, "(no test)": 0},
+        "their CPU seconds": {"tests/kernels": 2.5, "(no test)": 3},
+    }
