@@ -41,6 +41,8 @@ class SteadyBlockAllocator:
 
     def can_allocate(self, count: int) -> bool:
         """Return whether the pool has blocks for this many requests, not counting those that windows will free."""
+        # What windows will free does not count: it is known only while they are walked, and then it is too late to
+        # preempt.
         return count * len(self._tables) <= self._pool.num_free_blocks
 
     def join(self, request: Request) -> int:
@@ -57,6 +59,8 @@ class SteadyBlockAllocator:
         """Allocate the next block of each request in each group that needs one, after the windows' releases."""
         if not self._is_regular:
             return self._allocate_one_by_one(requests)
+        # One call for the blocks of all requests and groups. The pool's cost per call is a multiple of its cost per
+        # block.
         taken = self._take(requests)
         groups = [*range(len(self._tables))]
         count = len(taken) // len(groups)
@@ -81,6 +85,8 @@ class SteadyBlockAllocator:
         taken: list[KVCacheBlock] = []
         for request in requests:  # each release and each new block changes which tenant has the most
             pool.act_for(request.tenant)
+            # With tenants each request is handled alone, so that the pool evicts exactly what it would have evicted in
+            # plain steps.
             if self._num_skipped and not self._skip((request,)):
                 break
             taken += pool.get_new_blocks(num_groups)
@@ -103,6 +109,8 @@ class SteadyBlockAllocator:
             end = (request.num_acknowledged_tokens - past) // size
             if end > index:
                 tables = request.tables[num_full:]
+                # Either would make the order of reuse differ from that of requests handled one by one: the rest of the
+                # list takes the slow path.
                 if end > index + 1 or tables[0][index].block_hash is None:
                     break
                 for blocks in tables:

@@ -64,6 +64,8 @@ class SteadyDecode:
             self._widen(request.handle + 1)
         step = self.clock.sent
         tokens_ahead = request.num_tokens + request.num_output_placeholders
+        # Steps are counted and not tokens: every step of a member computes one, so the step in which it must leave is
+        # known when it joins, and nothing is looked at until then.
         request.last_step = step + request.max_total_tokens - tokens_ahead
         request.leave_step = min(request.last_step, until)
         self._own_batch()[request.handle] = request
@@ -84,6 +86,8 @@ class SteadyDecode:
 
     def _own_batch(self) -> SteadyBatch:
         if self._shared:
+            # Copied only at the first change after a record took it. A record per step would otherwise copy hundreds of
+            # requests that are the same in the next one.
             self.batch = dict(self.batch)
             self._shared = False
         return self.batch
@@ -97,6 +101,8 @@ class SteadyDecode:
             if request.event_step == step:
                 request.event_step = 0  # it may be in the list twice
                 found.append(request)
+        # In order of admission, as plain steps handle requests: which of two gets the last block must not depend on
+        # whether they are in steady decode.
         found.sort(key=_by_order)
         return found
 
@@ -123,6 +129,8 @@ class SteadyDecode:
         """Store the tokens of the next result. Returns the row of the table, indexed by handle."""
         row: Int32 = self._sampled[step % len(self._sampled)]
         try:
+            # The whole result with one assignment. Handles are small numbers that are used again, so that the table
+            # stays narrow.
             row[handles] = tokens
         except IndexError:
             self._widen(int(handles.max()) + 1)
@@ -133,6 +141,8 @@ class SteadyDecode:
     def sync_tokens(self, requests: Sequence[Request]) -> None:
         """Append to each request its tokens that are only in the table."""
         acknowledged = self.clock.acknowledged
+        # Members that joined together lack the tokens of the same steps, and are read as one block of the table. There
+        # are few such groups, because requests are synced in groups too.
         for synced in {request.synced_step for request in requests}:
             count = acknowledged - synced
             if count <= 0:
