@@ -237,8 +237,12 @@ class PlanMaker:
 
     def parts(self, query_lens: npt.NDArray[np.int64]) -> list[tuple[Regime, npt.NDArray[np.int64], int]]:
         """Return the launches: regime, rows, and tokens per tile of each."""
+        # One launch with one size of tiles for all rows. Two launches would put a row with eight tokens into another
+        # one than a row with nine, with another order of sums.
         if self._fixed_split:
             return [("fixed", np.arange(len(query_lens)), TILE_TOKENS)]
+        # Rows with few queries are bound by reading keys, the others by arithmetic. One launch for both would give each
+        # the other's tiles.
         few = query_lens <= FEW_TOKENS
         most = int(query_lens[few].max(initial=0))
         parts: list[tuple[Regime, npt.NDArray[np.int64], int]] = []
@@ -269,6 +273,8 @@ class PlanMaker:
     def cut(self, regime: Regime, tile_tokens: int) -> CutRule:
         tiles = tiles_of(self.shape, regime, tile_tokens, self.capability)
         per_piece = self.shape.num_kv_heads * lane_chunks(self.shape, tiles, tile_tokens)
+        # As many pieces as programs run at a time: fewer leave processors idle, more only add partial results that must
+        # be merged.
         return CutRule(-(-self._programs // per_piece), self._min_piece, self._fixed_split)
 
 

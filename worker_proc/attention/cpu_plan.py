@@ -137,6 +137,7 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
     order, tile_rows = _cut_tiles(gathered_lens[decode], 2 * kv_heads * head_dim * dtype.itemsize)
     decode = decode[order]
     tiles = [decode_tile(batch, decode[rows], rows, kv_cache, dtype) for rows in tile_rows]
+    # The usual decode step. Its queries are used as they are, without a copy into the order of the tiles.
     whole = len(tiles) == 1 and len(decode) == len(query_lens)
 
     several = np.flatnonzero(query_lens > 1).tolist()
@@ -178,6 +179,8 @@ def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
     Returns:
         An order of the rows (the given order if one tile holds them all), and the slices of it that are tiles.
     """
+    # Longest first, so that a tile is padded to its first row. Stable, so that equal lengths keep the order of the
+    # batch, and with it the bits of a result.
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     tile_bytes = TILE_BYTES_PER_THREAD * torch.get_num_threads()
@@ -189,6 +192,8 @@ def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:
         padding = np.cumsum(longest - descending[first:])
         cheap = first + int(np.searchsorted(padding, TILE_OVERHEAD_BYTES / token_bytes, side="right"))
         fitting = first + max(1, tile_bytes // (longest * token_bytes))
+        # Padding is computed and thrown away, which is cheaper than one more call until it exceeds either bound; what
+        # does not fit the cache is dearer than both.
         last = min(max(near, cheap), fitting)
         tiles.append(slice(first, last))
         first = last

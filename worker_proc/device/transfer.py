@@ -77,6 +77,8 @@ class Transfer:
         if len(self._free) < _BUFFERS:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         pinned, copied = self._free.popleft()
+        # The CPU must not write to a buffer that a copy may still read. With _BUFFERS of them this never waits in
+        # practice.
         copied.synchronize()
         return pinned if len(pinned) >= size else torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
@@ -103,6 +105,8 @@ class _Batch:
         tensors = []
         for array in arrays:
             start, end = self.used, self.used + array.nbytes
+            # Copied once on the host: one transfer of pinned memory is faster than several of pageable memory, each of
+            # which waits for the device.
             self._staged[start:end] = np.ascontiguousarray(array).view(np.uint8).ravel()
             dtype = torch.from_numpy(array[:0]).dtype
             tensors.append(self.sent[start:end].view(dtype).view(array.shape))

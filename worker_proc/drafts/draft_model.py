@@ -65,6 +65,8 @@ class DraftModelProposer:
         self._transfer = Transfer(device)
         self._tables = MultiGroupBlockTable([table], transfer=self._transfer)
         self._table = table
+        # The draft model has a pool of its own, and its blocks are never shared: drafts that were rejected leave no
+        # trace in the prefix cache, and the scheduler need not know of them.
         self._free = list(range(1, draft.num_blocks))[::-1]
         self._num_cached = np.zeros(max_rows, np.int64)
         # The last drafts, and the row's length before them. The draft model has computed all of them but the last.

@@ -39,6 +39,8 @@ class Captured:
 
 def capture_sizes(max_rows: int) -> list[int]:
     """Return the batch sizes to capture, ascending: 1, 2, 4, multiples of 8, and above 256 multiples of 32."""
+    # A batch runs in the next larger graph, with rows of padding. More sizes waste less of it and take longer to
+    # capture; each start pays for that.
     sizes = {1, 2, 4, max_rows, *range(_STEP_OF_SIZES, min(max_rows, 256) + 1, _STEP_OF_SIZES)}
     sizes |= set(range(256, max_rows + 1, 4 * _STEP_OF_SIZES))
     return sorted(size for size in sizes if size <= max_rows)

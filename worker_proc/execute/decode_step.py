@@ -58,6 +58,7 @@ class RowColumns:
         )
         for column, values in zip(self._host, source, strict=True):
             column[:n] = values[:n]
+        # A graph for more rows computes these too: without a row they read and write nothing.
         self._host[1][n:] = -1
         (sent,) = self._transfer(np.concatenate([column.view(np.uint8) for column in self._host]))
         self._transfer.then(lambda: self._bytes.copy_(sent))
@@ -78,6 +79,8 @@ class DecodeStep:
         device, max_rows = last_sampled.device, len(last_sampled)
         self.max_rows = max_rows
         self.columns = RowColumns(max_rows, transfer, device)
+        # Both results in one piece of memory, because a copy to the host costs the same for one byte as for some
+        # thousand.
         self.output = torch.zeros(9 * max_rows, dtype=torch.uint8, device=device)
         self.sampled = self.output[: 8 * max_rows].view(torch.int64)
         self.bad = self.output[8 * max_rows :].view(torch.bool)

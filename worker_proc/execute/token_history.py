@@ -84,6 +84,7 @@ class TokenHistory:
     def _take(self, step: _Sampled) -> None:
         tokens = step.copy.arrays()[0]
         rows, starts, batch = step.rows, step.starts, self._batch
+        # Compared as one number: looking up each handle would cost every steady step what only a few steps need.
         if step.generation != batch.generation:  # rows have moved or were removed since
             rows = np.array([batch.row_of.get(handle, -1) for handle in step.handles.tolist()], np.int64)
             # A handle may be reused by another request, or by the same request readmitted with these tokens.
