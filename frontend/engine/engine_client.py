@@ -37,7 +37,7 @@ class Update(msgspec.Struct, gc=False):
         prompt_logprobs: with the first tokens, if requested: of the prompt tokens from the second on. Arrays, because
             prompts are long.
         hypotheses: with the end of a beam search, its outputs, the best first. There are no other tokens.
-        pooled: with the end of a request with PoolingParams: float32 ``[rows, width]``, as of PooledRows.
+        pooled: with the end of a request with PoolingParams: float32 ``[rows, width]``.
         routed_experts: new rows, int32 ``[rows, num_moe_layers * num_experts_per_token]``, if requested: of all
             positions but the last token's.
         timeline: the events so far, if requested.

@@ -1,30 +1,29 @@
 """Rows that arrive in parts, some of them repeatedly."""
 
-from typing import Generic, TypeVar
-
 import numpy as np
-import numpy.typing as npt
 
-_Number = TypeVar("_Number", np.float32, np.int32)
+from quire.protocol.wire.side_rows import Rows
 
 
-class NewRows(Generic[_Number]):
+class NewRows:
     """Collects rows in order. Repeats, which follow a preemption or a scheduler's death, are dropped."""
 
-    def __init__(self) -> None:
-        self._num_rows = 0
-        self._parts: list[npt.NDArray[_Number]] = []
+    def __init__(self, first: int = 0) -> None:
+        """``first``: number of the first row."""
+        self._next = first
+        self._parts: list[Rows] = []
 
-    def add(self, start: int, rows: npt.NDArray[_Number]) -> None:
-        """Add ``rows``, ``[count, width]``, of which the first is row ``start``. Rows after a gap are dropped."""
-        new = rows[self._num_rows - start :] if start <= self._num_rows else rows[:0]
-        if len(new):
-            self._num_rows += len(new)
-            self._parts.append(new.copy())  # a view would keep the rows of all requests of the step
+    def add(self, start: int | None, rows: Rows) -> None:
+        """Add rows of which the first is row ``start``; None: the next one. Rows after a gap are dropped."""
+        num_known = 0 if start is None else self._next - start
+        if 0 <= num_known < len(rows[0]):
+            self._next += len(rows[0]) - num_known
+            # A view would keep the rows of all requests of the step.
+            self._parts.append([each[num_known:].copy() for each in rows])
 
-    def take(self) -> npt.NDArray[_Number] | None:
-        """Return the rows since the last call, ``[rows, width]``, or None without any."""
+    def take(self) -> Rows | None:
+        """Return the rows since the last call, or None without any."""
         parts, self._parts = self._parts, []
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts) if parts else None
+        return [np.concatenate(each) for each in zip(*parts, strict=True)] if parts else None

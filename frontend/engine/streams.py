@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.new_rows import NewRows
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.side_rows import SIDE_KINDS, Rows, RowsOf, SideKind
 from quire.protocol.wire.timeline import TimelineEvent
 
 
@@ -39,8 +38,8 @@ class Stream:
     """
 
     __slots__ = (
-        "_experts", "_num_deaths", "_num_tokens_at_death", "_pooled", "_prompt_logprobs", "_update", "admitted",
-        "engines", "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_over",
+        "_num_deaths", "_num_tokens_at_death", "_side", "_update", "admitted", "engines",
+        "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_over",
         "on_update", "over", "parent", "request", "request_id", "timeline", "tokens", "was_introduced",
     )  # fmt: skip
 
@@ -70,9 +69,7 @@ class Stream:
         self.muted = False
         self.over = False
         self._update = Update(known) if known else None
-        self._prompt_logprobs: LogprobArrays | None = None
-        self._pooled: NewRows[np.float32] | None = None
-        self._experts: NewRows[np.int32] | None = None
+        self._side: dict[SideKind, NewRows] | None = None
 
     @classmethod
     def muted_for(cls, stream: "Stream") -> "Stream":
@@ -96,11 +93,10 @@ class Stream:
             update.num_output_tokens = self.num_output_tokens
             update.num_cached_tokens = self.num_cached_tokens
             update.admitted, update.timeline = self.admitted, self.timeline
-            update.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-            if self._pooled is not None and update.ended is EndReason.STOPPED:
-                update.pooled = self._pooled.take()
-            if self._experts is not None:
-                update.routed_experts = self._experts.take()
+            for kind, collected in () if self._side is None else self._side.items():
+                is_due = kind.rows is not RowsOf.POOLED or update.ended is EndReason.STOPPED
+                if is_due and (rows := collected.take()) is not None:
+                    setattr(update, kind.field, kind.value(rows))
         return update
 
     def submission(self, link_number: int) -> AddRequest:
@@ -131,30 +127,22 @@ class Stream:
     def note_death(self) -> None:
         self._num_deaths, self._num_tokens_at_death = self.num_deaths + 1, len(self.tokens)
 
-    def place_prompt_logprobs(self, start: int, part: LogprobArrays) -> None:
-        """Keep a part of the prompt's log probabilities, from prompt token ``start`` on, for the first update.
+    def add_rows(self, kind: SideKind, start: int, rows: Rows) -> None:
+        """Keep rows, of which the first is row ``start``, for the next update; call it after adding the tokens.
 
-        Parts that arrive after the first output token are repeats after a preemption, and are dropped. Parts may differ
-        in width; the columns that all of them have are the requested ones.
+        Pooled rows are for the update that ends the request well; a failed request has none.
         """
-        if not self.muted and not self.num_output_tokens:
-            self._prompt_logprobs = (self._prompt_logprobs or LogprobArrays.empty()).overlaid(start - 1, part)
-
-    def place_pooled(self, start: int, rows: npt.NDArray[np.float32]) -> None:
-        """Keep vectors or scores, of which these begin at row ``start``, for the last update."""
-        if not self.muted:
-            self._pooled = self._pooled or NewRows()
-            self._pooled.add(start, rows)
-
-    def place_experts(self, start: int, rows: npt.NDArray[np.int32]) -> None:
-        """Keep the routed experts of the positions from ``start`` on for the next update, after its tokens were added.
-
-        The last token has none: it may be followed by others that were computed and do not count.
-        """
-        if not self.muted:
+        if self.muted:
+            return
+        if kind.rows is RowsOf.POSITIONS:
+            # The last token has no row yet: it may be followed by others that were computed and do not count.
             most = len(self.request.prompt_token_ids) + len(self.tokens) - 1
-            self._experts = self._experts or NewRows()
-            self._experts.add(start, rows[: max(most - start, 0)])
+            rows = [each[: max(most - start, 0)] for each in rows]
+        if self._side is None:
+            self._side = {}
+        if (found := self._side.get(kind)) is None:
+            found = self._side[kind] = NewRows(first=int(kind.rows is RowsOf.PROMPT))
+        found.add(None if kind.rows is RowsOf.TOKENS else start, rows)
 
     def add(self, token: int) -> None:
         """Add an output token to the unread update. Called once per token of each stream."""
@@ -245,21 +233,14 @@ class StreamTable:
         for request_id, event in message.timeline:
             if (found_stream := self._by_id.get(request_id)) is not None and found_stream.timeline is not None:
                 found_stream.timeline.append(event)  # those of a beam have no stream
-        if message.prompt_logprobs is not None:
-            for handle, start, part in message.prompt_logprobs.parts():
-                self._by_handle[handle].place_prompt_logprobs(start, part)
         touched: dict[int, Stream] = {}
         if message.handles is not None and message.tokens is not None:
             handles = _handle_per_token(message.handles, message.counts)
             touched = self._apply_tokens(handles, message.tokens.tolist())
-            if message.logprobs is not None:
-                self._apply_logprobs(message.logprobs, handles)
-        if message.pooled is not None:
-            for handle, start, rows in message.pooled.parts():
-                self._by_handle[handle].place_pooled(start, rows)
-        if message.routed_experts is not None:
-            for handle, start, experts in message.routed_experts.parts():
-                self._by_handle[handle].place_experts(start, experts)
+        for side in message.side:
+            kind = SIDE_KINDS[side.kind]
+            for handle, start, rows in side.parts():
+                self._by_handle[handle].add_rows(kind, start, rows)
         for handle, found in message.hypotheses:
             self._by_handle[handle].pending().hypotheses = found
         for ended in message.ended:
@@ -310,16 +291,6 @@ class StreamTable:
                 stream.add(token)
             touched[handle] = stream
         return touched
-
-    def _apply_logprobs(self, logprobs: Logprobs, handles: list[int]) -> None:
-        for row, entry in zip(logprobs.rows, logprobs.arrays.entries(), strict=True):
-            stream = self._by_handle[handles[row]]
-            if stream.muted:
-                continue
-            update = stream.pending()
-            if update.logprobs is None:
-                update.logprobs = []
-            update.logprobs.append(entry)
 
 
 def _handle_per_token(handles: Int32, counts: Int32 | None) -> list[int]:

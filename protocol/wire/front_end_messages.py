@@ -10,8 +10,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import SideRows
 from quire.protocol.wire.timeline import TimelineEvent
 
 
@@ -171,7 +170,7 @@ class StepOutputs(Message, frozen=True, tag=21):
     Attributes:
         counts: number of tokens of each handle; None when every request got one.
         hypotheses: (handle, outputs) of beam searches that end in this step, the best output first.
-        pooled, routed_experts: as of ModelRunnerOutput.
+        side: rows beside the tokens, at most one part of each kind.
         timeline: (request id, event) of requests that have asked for it.
     """
 
@@ -180,11 +179,8 @@ class StepOutputs(Message, frozen=True, tag=21):
     tokens: Int32 | None
     ended: list[Ended]
     counts: Int32 | None = None
-    logprobs: Logprobs | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    side: list[SideRows] = []
     hypotheses: list[tuple[int, list[Hypothesis]]] = []
-    pooled: PooledRows | None = None
-    routed_experts: RoutedExperts | None = None
     timeline: list[tuple[str, TimelineEvent]] = []
 
 

@@ -7,7 +7,7 @@ are events inside the scheduler process (scheduler_proc/requests/events.py); 19 
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):

@@ -11,8 +11,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import SideRows
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages, MoveBlocks
 
 
@@ -189,24 +188,21 @@ class ModelRunnerOutput(Message, frozen=True, tag=42):
             logits processor failed for them. Their tokens are meaningless.
         failure: reason why no part of the step was computed (out of device memory), or empty. The worker has dropped
             its rows, and answers steps with empty results until a step has removed all of them.
-        pooled: vectors and scores. Those of a row that computes its last token are complete with this result.
-        routed_experts: of the positions that rows with ``SamplingParams.return_routed_experts`` have computed, or found
-            in the prefix cache.
+        side: rows beside the tokens, at most one part of each kind. Pooled rows of a request that computes its last
+            token are complete with this result; routed experts are of the positions that a request has computed, or
+            found in the prefix cache.
     """
 
     step: int
     tokens: Int32 | None = None
     handles: Int32 | None = None
     counts: Int32 | None = None
-    logprobs: Logprobs | None = None
+    side: list[SideRows] = []
     bad: list[int] = []
     seconds: float = 0.0
     drafts: Int32 | None = None
     failure: str = ""
     failed: list[tuple[int, str]] = []
-    prompt_logprobs: PromptLogprobs | None = None
-    pooled: PooledRows | None = None
-    routed_experts: RoutedExperts | None = None
 
 
 class Proposed(Message, frozen=True, tag=45):

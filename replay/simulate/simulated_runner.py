@@ -9,8 +9,7 @@ import numpy.typing as npt
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SampleInputs, SchedulerOutput
 from quire.replay.costs.rows import SimulatedRows
 from quire.replay.run.step_shape import StepShape
@@ -26,7 +25,7 @@ class SimulatedStep:
     Attributes:
         handles, tokens: int32 ``[n]``: the sampling requests and their tokens before any grammar mask.
         send_handles: the result must contain ``handles``.
-        prompts, pooled, routed_experts: as of ModelRunnerOutput.
+        side: what the result has beside tokens, without their log probabilities.
     """
 
     step: int
@@ -35,9 +34,7 @@ class SimulatedStep:
     handles: Int32
     tokens: Int32
     send_handles: bool
-    prompts: PromptLogprobs | None
-    pooled: PooledRows | None
-    routed_experts: RoutedExperts | None
+    side: list[SideRows]
 
 
 @dataclass(slots=True)
@@ -118,8 +115,8 @@ class SimulatedRunner:
             self._side_rows.add(new, token_ids, is_forked=new.handle in forked)
             at += new.num_tokens
         # Before the rows advance: the counts of this diff are added to what was computed until now.
-        prompts = self._prompt_logprobs(diff) if self._options.prompts else None
-        beside = self._side_rows.compute(diff) if self._side_rows else (None, None)
+        side = self._prompt_logprobs(diff) if self._options.prompts else []
+        side += self._side_rows.compute(diff) if self._side_rows else []
         shape = self._rows.apply(diff)
         changed = self._rows.take_handles()
         if changed is not None:
@@ -127,7 +124,7 @@ class SimulatedRunner:
         # As a worker does, so that a recorded simulated run has the same messages.
         send = changed is not None or bool(diff.removed or diff.new_requests)
         awaits, tokens = diff.awaits_sample_inputs, self._sample(self._handles)
-        return SimulatedStep(diff.step, awaits, shape, self._handles, tokens, send, prompts, *beside)
+        return SimulatedStep(diff.step, awaits, shape, self._handles, tokens, send, side)
 
     def finish(self, launched: SimulatedStep, inputs: SampleInputs | None, seconds: float) -> ModelRunnerOutput:
         """Return the step's result; ``inputs`` is None if the step awaits none."""
@@ -138,10 +135,7 @@ class SimulatedRunner:
             handles=launched.handles if launched.send_handles else None,
             seconds=seconds,
             failed=failed,
-            logprobs=self._logprobs(launched) if self._options.num_logprobs else None,
-            prompt_logprobs=launched.prompts,
-            pooled=launched.pooled,
-            routed_experts=launched.routed_experts,
+            side=launched.side + (self._logprobs(launched) if self._options.num_logprobs else []),
         )
 
     # ---- rows
@@ -211,31 +205,24 @@ class SimulatedRunner:
 
     # ---- log probabilities
 
-    def _logprobs(self, launched: SimulatedStep) -> Logprobs | None:
+    def _logprobs(self, launched: SimulatedStep) -> list[SideRows]:
         """Return the log probabilities of the rows that requested them."""
-        wanted = self._options.num_logprobs
-        rows = [index for index, handle in enumerate(launched.handles.tolist()) if handle in wanted]
-        if not rows:
-            return None
-        width = 1 + max(wanted[int(launched.handles[index])] for index in rows)
-        return Logprobs(rows, self._best(launched.tokens[rows], width))
+        wanted, sampled = self._options.num_logprobs, zip(launched.handles.tolist(), launched.tokens, strict=True)
+        parts = [(handle, 0, self._best(np.array([t]), wanted[handle])) for handle, t in sampled if handle in wanted]
+        found = SideRows.of(LOGPROBS, parts)
+        return [] if found is None else [found]
 
-    def _prompt_logprobs(self, diff: SchedulerOutput) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, diff: SchedulerOutput) -> list[SideRows]:
         """Return the log probabilities of the prompt tokens of this step. Call it before the diff is applied."""
         counts = dict(diff.counts)
         for handle, prompt in self._options.prompts.items():
             prompt.active = (prompt.active or handle in diff.unparked) and handle not in diff.parked
-        parts = list(self._prompt_parts(counts))
-        if not parts:
-            return None
-        width = 1 + max(prompt.num_best for _, prompt, _, _ in parts)
-        tokens = np.concatenate([prompt.token_ids[start:end] for _, prompt, start, end in parts])
-        return PromptLogprobs(
-            [handle for handle, _, _, _ in parts],
-            [start for _, _, start, _ in parts],
-            [end - start for _, _, start, end in parts],
-            self._best(tokens, width),
-        )
+        parts = [
+            (handle, start, self._best(prompt.token_ids[start:end], prompt.num_best))
+            for handle, prompt, start, end in self._prompt_parts(counts)
+        ]
+        found = SideRows.of(PROMPT_LOGPROBS, parts)
+        return [] if found is None else [found]
 
     def _prompt_parts(self, counts: dict[int, int]) -> Iterator[tuple[int, _Prompt, int, int]]:
         """Yield (handle, prompt, start, end) of prompt tokens whose predecessors are computed in this step."""
@@ -250,12 +237,12 @@ class SimulatedRunner:
             if end > start:
                 yield handle, prompt, start, end
 
-    def _best(self, tokens: Int32, width: int) -> LogprobArrays:
-        """Return top-``width`` log probabilities: 1/2 for the given token, then 1/2, 1/4, ... for its successors."""
-        others = (tokens[:, None].astype(np.int64) + np.arange(width - 1)) % self._vocab_size
+    def _best(self, tokens: Int32, num_best: int) -> Rows:
+        """Return ids, ranks and log probabilities: 1/2 for the given token, then 1/2, 1/4, ... for its successors."""
+        others = (tokens[:, None].astype(np.int64) + np.arange(num_best)) % self._vocab_size
         ids = np.concatenate([tokens[:, None], others], axis=1, dtype=np.int32, casting="unsafe")
-        falling = (np.log(0.5) * np.array([1, *range(1, width)])).astype(np.float32)
-        return LogprobArrays.of(ids, np.tile(falling, (len(tokens), 1)), np.ones(len(tokens), np.int32))
+        falling = (np.log(0.5) * np.array([1, *range(1, num_best + 1)])).astype(np.float32)
+        return [ids, np.ones((len(tokens), 1), np.int32), np.tile(falling, (len(tokens), 1))]
 
 
 def _noise(seeds: _UInt64, positions: npt.NDArray[np.int64] | Sequence[int]) -> _UInt64:

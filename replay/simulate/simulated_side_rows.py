@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, Rows, SideRows
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 
 
@@ -41,11 +41,11 @@ class SimulatedSideRows:
     def forget(self, handle: int) -> None:
         self._rows.pop(handle, None)
 
-    def compute(self, diff: SchedulerOutput) -> tuple[PooledRows | None, RoutedExperts | None]:
+    def compute(self, diff: SchedulerOutput) -> list[SideRows]:
         """Return what the step makes. Call it after its new rows were added."""
         counts = dict(diff.counts)
-        pooled: list[tuple[int, int, npt.NDArray[np.float32]]] = []
-        experts: list[tuple[int, int, npt.NDArray[np.int32]]] = []
+        pooled: list[tuple[int, int, Rows]] = []
+        experts: list[tuple[int, int, Rows]] = []
         for handle, row in list(self._rows.items()):
             row.active = (row.active or handle in diff.unparked) and handle not in diff.parked
             if not row.active:
@@ -54,20 +54,21 @@ class SimulatedSideRows:
             if row.new.pooling is not None:
                 pooled += self._pooled(row, start)
             elif row.num_computed >= row.new.num_tokens:
-                experts.append((handle, row.num_sent, self._experts(row.num_sent, row.num_computed)))
+                experts.append((handle, row.num_sent, [self._experts(row.num_sent, row.num_computed)]))
                 row.num_sent = row.num_computed
-        return PooledRows.of(pooled) if pooled else None, RoutedExperts.of(experts) if experts else None
+        made = SideRows.of(POOLED, pooled), SideRows.of(ROUTED_EXPERTS, experts)
+        return [rows for rows in made if rows is not None]
 
-    def _pooled(self, row: _Row, start: int) -> Iterator[tuple[int, int, npt.NDArray[np.float32]]]:
+    def _pooled(self, row: _Row, start: int) -> Iterator[tuple[int, int, Rows]]:
         """Yield the part of a pooled row that computes the positions from ``start`` on, if it has one."""
         params, config = row.new.pooling, self._model.pooling
         assert params is not None and config is not None, "the scheduler refuses pooling without a configuration"
         width, ends = config.width(params.task, params.dimensions), row.num_computed >= len(row.token_ids)
         if params.task == "token_embed":
-            yield row.new.handle, start, _noise(row.token_ids[start : row.num_computed], width)
+            yield row.new.handle, start, [_noise(row.token_ids[start : row.num_computed], width)]
         elif ends:
             total = np.array([row.token_ids.sum() % 2**31], np.int32)
-            yield row.new.handle, 0, _noise(total, width)
+            yield row.new.handle, 0, [_noise(total, width)]
         if ends:
             del self._rows[row.new.handle]
 

@@ -14,7 +14,7 @@ from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingPara
 from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterRef
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import MAX_JOB_ID, AddRequest, Rejected
-from quire.protocol.wire.side_arrays import MAX_SIDE_BYTES
+from quire.protocol.wire.side_rows import MAX_SIDE_BYTES
 from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.programs.programs import JobEnded, Programs

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.protocol.model.pooling_config import PoolingConfig
+from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import RoutedExperts
+from quire.protocol.wire.side_rows import LOGPROBS, POOLED, SIDE_KINDS, Rows, RowsOf, SideKind, SideRows, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.steady_decode import SteadyBatch
 from quire.scheduler_proc.core.step import StepRow
@@ -113,7 +112,7 @@ class Sampled:
         counts: None if there is one token per handle.
         last_tokens: the last token of each handle.
         verified: number of drafts verified per handle; None if there were none.
-        logprobs: log probabilities of the tokens that have them.
+        side: rows beside the tokens.
     """
 
     handles: Int32
@@ -121,13 +120,15 @@ class Sampled:
     counts: Int32 | None
     last_tokens: Int32
     verified: Int32 | None
-    logprobs: Logprobs | None
+    side: list[SideRows]
+    _candidates: dict[int, Rows] | None = None
+    """Log probabilities by handle."""
 
     @classmethod
     def of(cls, output: ModelRunnerOutput, handles: Int32, tokens: Int32) -> "Sampled":
         counts = output.counts
         last = tokens if counts is None else tokens[np.cumsum(counts) - 1]
-        return cls(handles, tokens, counts, last, output.drafts, output.logprobs)
+        return cls(handles, tokens, counts, last, output.drafts, output.side)
 
     def count(self, position: int) -> int:
         return 1 if self.counts is None else int(self.counts[position])
@@ -137,12 +138,14 @@ class Sampled:
 
     def candidates(self, position: int) -> list[tuple[int, float]]:
         """Return (token id, log probability) of the most likely tokens of the handle at ``position``."""
-        at = position if self.counts is None else int(self.counts[:position].sum())
-        if self.logprobs is None or at not in self.logprobs.rows:
+        if self._candidates is None:
+            found = find_rows(self.side, LOGPROBS)
+            self._candidates = {} if found is None else {handle: rows for handle, _, rows in found.parts()}
+        rows = self._candidates.get(int(self.handles[position]))
+        if rows is None:
             return []
-        ids, values, _ = self.logprobs.arrays.columns()
-        index = self.logprobs.rows.index(at)
-        return list(zip(ids[index, 1:].tolist(), values[index, 1:].tolist(), strict=True))
+        ids, _, values = rows
+        return list(zip(ids[0, 1:].tolist(), values[0, 1:].tolist(), strict=True))
 
     def row(self, position: int) -> list[int]:
         """Return all tokens of the handle at ``position``."""
@@ -156,13 +159,12 @@ class Sampled:
 class StepsInFlight:
     """The queue of steps in flight, and the row order of the last result that contained handles."""
 
-    def __init__(self, vocab_size: int, pooling: PoolingConfig | None = None) -> None:
+    def __init__(self, model: ModelConfig) -> None:
         self.records: deque[InFlightStep] = deque()
         self.handles: Int32 = NO_HANDLES
         """Handles of the last result that contained handles; they apply to results without."""
         self._positions: dict[int, int] | None = {}
-        self._vocab_size = vocab_size
-        self._pooling = pooling
+        self._model = model
         self.verified: SteadyBatch | None = None
         """The steady batch if no other request sampled in the last result; otherwise None."""
 
@@ -194,22 +196,16 @@ class StepsInFlight:
         self.check_handles(record, output, handles)
         check_counts(record, output, handles, tokens)
         # Viewed as unsigned, a negative id is a large one.
-        if len(tokens) and tokens.view(np.uint32).max() >= self._vocab_size:
+        if len(tokens) and tokens.view(np.uint32).max() >= self._model.vocab_size:
             worst = int(tokens.view(np.uint32).max().view(np.int32))
-            _raise(output, f"token id {worst} outside of the vocabulary of {self._vocab_size} tokens")
+            _raise(output, f"token id {worst} outside of the vocabulary of {self._model.vocab_size} tokens")
         if not 0.0 <= output.seconds < math.inf:
             _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
             _raise(output, _marks_fault(record, output, handles), "bad")
-        if output.logprobs is not None:
-            token_handles = handles if output.counts is None else np.repeat(handles, output.counts)
-            _raise(output, logprobs_fault(record, output, output.logprobs, token_handles, self._vocab_size))
-        if output.prompt_logprobs is not None:
-            _raise(output, prompt_logprobs_fault(record, output.prompt_logprobs, self._vocab_size))
-        if output.pooled is not None or (record.pooled and not is_opaque):
-            _raise(output, pooled_fault(record, output, self._pooling))
-        if output.routed_experts is not None:
-            _raise(output, experts_fault(record, output.routed_experts))
+        needs_pooled = bool(record.pooled) and not is_opaque
+        if output.side or needs_pooled:
+            _raise(output, side_fault(record, output, handles, self._model, needs_pooled=needs_pooled))
         if output.handles is not None:
             self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None
@@ -285,97 +281,66 @@ def _lost(result: ModelRunnerOutput) -> set[int]:
     return {*result.bad, *(handle for handle, _ in result.failed)}
 
 
-def logprobs_fault(
-    record: InFlightStep, result: ModelRunnerOutput, logprobs: Logprobs, token_handles: Int32, vocab_size: int
+def side_fault(
+    record: InFlightStep, result: ModelRunnerOutput, handles: Int32, model: ModelConfig, *, needs_pooled: bool
 ) -> str | None:
-    """Return why the logprobs of a result are invalid, or None. ``token_handles``: the handle of each token."""
-    rows = logprobs.rows
-    if len(set(rows)) != len(rows):
-        return "two logprobs for one token"
-    if not set(rows) <= set(range(len(token_handles))):
-        return f"logprobs for token {max(rows, key=abs)}, but the result has {len(token_handles)} tokens"
-    handles = token_handles[rows].tolist() if rows else []
-    most = 0
-    for handle in handles:
-        request = record.member(handle)
-        if request is None or (wanted := request.sampling.num_candidates) is None:
-            return f"logprobs for handle {handle}, which did not request them"
-        most = max(most, wanted)
-    if logprobs.arrays.width > most + 1:
-        return f"log probabilities of {logprobs.arrays.width - 1} tokens at a position, but {most} were requested"
-    if (fault := logprobs.arrays.shape_error(len(rows), vocab_size)) is not None:
-        return fault
-    lost = _lost(result)  # their values are not checked: the logits may not be finite
-    arrays = logprobs.arrays
-    if lost:
-        arrays = arrays.take(np.array([handle not in lost for handle in handles], np.bool_))
-    return arrays.value_error(vocab_size)
-
-
-def prompt_logprobs_fault(record: InFlightStep, prompts: PromptLogprobs, vocab_size: int) -> str | None:
-    """Return why the prompt logprobs of a result are invalid, or None."""
-    handles, starts, counts = prompts.handles, prompts.starts, prompts.counts
-    if not len(handles) == len(starts) == len(counts) == len(set(handles)):
-        sizes = f"{len(set(handles))} distinct of {len(handles)} handles, {len(starts)} starts, {len(counts)} counts"
-        return f"handles, starts and counts of prompt logprobs do not match: {sizes}"
-    for handle, start, count in zip(handles, starts, counts, strict=True):
-        request = record.member(handle)
-        if request is None or request.sampling.prompt_logprobs is None:
-            return f"prompt logprobs for handle {handle}, which did not request them"
-        if start < 1 or count < 1 or start + count > request.num_prompt_tokens:
-            part = f"from {start}, {count} tokens"
-            return (
-                f"prompt logprobs of handle {handle} ({part}) outside of its {request.num_prompt_tokens} prompt tokens"
-            )
-    return prompts.arrays.shape_error(sum(counts), vocab_size)
-
-
-def pooled_fault(record: InFlightStep, result: ModelRunnerOutput, pooling: PoolingConfig | None) -> str | None:
-    """Return why the pooled rows of a result are not those of the step, or None. Values are not checked."""
-    pooled = result.pooled
-    handles = [] if pooled is None else pooled.handles
-    parts = {row.request.handle: _pooled_part(row, pooling) for row in record.pooled}
-    missing = {handle for handle, part in parts.items() if part is not None} - set(handles) - _lost(result)
-    if missing:
-        return f"no pooled rows for handles {sorted(missing)[:8]}"
-    if pooled is None:
-        return None
-    if (fault := pooled.shape_error()) is not None:
-        return f"pooled {fault}"
-    if len(set(handles)) < len(handles):
-        return "a handle occurs twice in the pooled rows"
-    for handle, start, count, width in zip(handles, pooled.starts, pooled.counts, pooled.widths, strict=True):
-        if (expected := parts.get(handle)) is None:
-            return f"pooled rows for handle {handle}, which has none in this step"
-        if (start, count, width) != expected:
-            found = (start, count, width)
-            return f"pooled rows of handle {handle} have start, count and width {found}, expected {expected}"
+    """Return why the rows beside the tokens of a result are invalid, or None. The shapes of all are checked first."""
+    if len({rows.kind for rows in result.side}) < len(result.side):
+        return "two parts of one kind beside the tokens"
+    lost = _lost(result)
+    for rows in result.side:
+        if (fault := rows.shape_error()) is not None:
+            return f"{SIDE_KINDS[rows.kind].name if rows.kind in SIDE_KINDS else 'rows'}: {fault}"
+        kind = SIDE_KINDS[rows.kind]
+        counts = _num_tokens(handles, result.counts) if kind.rows is RowsOf.TOKENS else {}
+        for handle, start, count, width in rows.spans:
+            request = record.member(handle)
+            expected = None if request is None else kind.width(request.sampling, request.pooling, model)
+            span = None if request is None else _span(kind, record, request, counts)
+            if expected is None or span is None:
+                return f"{kind.name} for handle {handle}, which has none in this step"
+            first, end, is_whole = span
+            if width != expected or start < first or start + count > end or (is_whole and count < end - first):
+                part = f"{count} rows from {start} with {width} values"
+                return f"{kind.name} of handle {handle}: {part}, expected rows {first} to {end} with {expected} values"
+        if kind.value_error is not None:
+            # Values of a lost request are not checked: its logits may not be finite.
+            valid = rows.first_rows([0 if handle in lost else count for handle, _, count, _ in rows.spans])
+            if valid is not None and (fault := kind.value_error(valid, model.vocab_size)) is not None:
+                return fault
+    if needs_pooled:
+        found = find_rows(result.side, POOLED)
+        due = {row.request.handle for row in record.pooled if _span(POOLED, record, row.request, {})}
+        if missing := due - lost - set(() if found is None else found.handles):
+            return f"no pooled rows for handles {sorted(missing)[:8]}"
     return None
 
 
-def _pooled_part(row: StepRow, pooling: PoolingConfig | None) -> tuple[int, int, int] | None:
-    """Return the start, number and width of the rows that the result has for a row of the step, or None without."""
-    params = row.request.pooling
-    if params is None or pooling is None or not (row.pools or params.task == "token_embed"):
-        return None
-    start, count = (row.first, row.num_tokens) if params.task == "token_embed" else (0, 1)
-    return start, count, pooling.width(params.task, params.dimensions)
+def _num_tokens(handles: Int32, counts: Int32 | None) -> dict[int, int]:
+    """Return the number of tokens of each handle of a result."""
+    return dict(zip(handles.tolist(), [1] * len(handles) if counts is None else counts.tolist(), strict=True))
 
 
-def experts_fault(record: InFlightStep, experts: RoutedExperts) -> str | None:
-    """Return why the routed experts of a result are invalid, or None."""
-    if (fault := experts.shape_error()) is not None:
-        return f"routed experts: {fault}"
-    for handle, start, count, width in zip(
-        experts.handles, experts.starts, experts.counts, experts.widths, strict=True
-    ):
-        request = record.member(handle)
-        if request is None or not request.sampling.return_routed_experts:
-            return f"routed experts for handle {handle}, which did not request them"
-        if width != request.row_bytes // 4:
-            return f"routed experts of handle {handle} have {width} values a row, expected {request.row_bytes // 4}"
-        most = request.num_tokens + request.num_output_placeholders - 1  # no step in flight computes the last one
-        is_dropped = request.status.is_finished or record.step <= request.ignore_results_until
-        if count < 1 or (start + count > most and not is_dropped):
-            return f"routed experts of handle {handle} (from {start}, {count} rows) outside of its {most} positions"
-    return None
+def _span(
+    kind: SideKind, record: InFlightStep, request: Request, num_tokens: dict[int, int]
+) -> tuple[int, int, bool] | None:
+    """Return between which rows those of a request in a result are, and whether it has all of them; None: it has none.
+
+    ``num_tokens``: its number of tokens in the result.
+    """
+    match kind.rows:
+        case RowsOf.TOKENS:
+            return (0, num_tokens[request.handle], True) if request.handle in num_tokens else None
+        case RowsOf.PROMPT:
+            return 1, request.num_prompt_tokens, False
+        case RowsOf.POSITIONS:
+            if request.status.is_finished or record.step <= request.ignore_results_until:
+                return 0, 2**31, False  # its rows are dropped, and its progress is another one by now
+            return 0, request.num_tokens + request.num_output_placeholders - 1, False  # the last one is not computed
+        case RowsOf.POOLED:
+            row, params = record.rows.get(request.handle), request.pooling
+            if row is None or params is None:
+                return None
+            if params.task == "token_embed":
+                return row.first, row.first + row.num_tokens, True
+            return (0, 1, True) if row.pools else None

@@ -1,11 +1,12 @@
 """Step outputs for the front ends: collects all that a step has for a client into one message."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Hypothesis, Introduced, StepOutputs
-from quire.protocol.wire.logprobs import Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import SIDE_KINDS, RowsOf, SideRows
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
 
@@ -15,16 +16,14 @@ _Mask = npt.NDArray[np.bool_]
 class _ClientOutputs:
     """The part of one client in a step."""
 
-    __slots__ = ("ended", "experts", "hypotheses", "introduced", "pooled", "prompts", "sampled")
+    __slots__ = ("ended", "hypotheses", "introduced", "sampled", "side")
 
     def __init__(self) -> None:
         self.introduced: list[Introduced] = []
         self.ended: list[Ended] = []
-        self.sampled: tuple[Sampled, _Mask | None, Logprobs | None] | None = None
-        self.prompts: PromptLogprobs | None = None
+        self.sampled: tuple[Sampled, _Mask | None] | None = None
+        self.side: list[SideRows] = []
         self.hypotheses: list[tuple[int, list[Hypothesis]]] = []
-        self.pooled: PooledRows | None = None
-        self.experts: RoutedExperts | None = None
 
 
 class OutputCollector:
@@ -51,39 +50,40 @@ class OutputCollector:
         """Start the outputs of another step."""
         self._seal()
 
-    def sampled(self, sampled: Sampled, cut: dict[int, int], logprobs: Logprobs | None) -> None:
-        """Add sampled tokens and their logprobs.
+    def sampled(self, sampled: Sampled, cut: dict[int, int], owners: Sequence[Sequence[int | None]]) -> None:
+        """Add sampled tokens and the rows beside them.
 
-        ``cut``: position in ``sampled.handles`` → how many of its tokens count. Positions that are absent count all.
+        Args:
+            cut: position in ``sampled.handles`` → how many of its tokens count. Positions that are absent count all.
+            owners: for each of ``sampled.side``, the client of each of its parts, or None for a part that is dropped.
         """
+        for rows, clients in zip(sampled.side, owners, strict=True):
+            self._add_rows(sampled, cut, rows, clients)
         if not len(sampled.handles):
             return
         keep = _kept(sampled, cut) if cut else None
         if self._only_client is not None:
             if keep is None or keep.any():
-                self._client(self._only_client).sampled = (sampled, keep, logprobs)
+                self._client(self._only_client).sampled = (sampled, keep)
             return
-        owners = self._owners[sampled.handles]
+        of_tokens = self._owners[sampled.handles]
         if sampled.counts is not None:
-            owners = np.repeat(owners, sampled.counts)
-        for client in np.unique(owners if keep is None else owners[keep]).tolist():
-            selected = owners == client
-            self._client(client).sampled = (sampled, selected if keep is None else selected & keep, logprobs)
+            of_tokens = np.repeat(of_tokens, sampled.counts)
+        for client in np.unique(of_tokens if keep is None else of_tokens[keep]).tolist():
+            selected = of_tokens == client
+            self._client(client).sampled = (sampled, selected if keep is None else selected & keep)
 
-    def prompts(self, owners: dict[int, int], logprobs: PromptLogprobs) -> None:
-        """Add prompt logprobs. ``owners``: index of a part → client; parts without a client are dropped."""
-        for client, parts in _by_client(owners):
-            self._client(client).prompts = logprobs.take(parts)
-
-    def pooled(self, owners: dict[int, int], rows: PooledRows) -> None:
-        """Add vectors and scores. ``owners``: as of ``prompts``."""
-        for client, parts in _by_client(owners):
-            self._client(client).pooled = rows.take(parts)
-
-    def routed_experts(self, owners: dict[int, int], rows: RoutedExperts) -> None:
-        """Add routed experts. ``owners``: as of ``prompts``."""
-        for client, parts in _by_client(owners):
-            self._client(client).experts = rows.take(parts)
+    def _add_rows(self, sampled: Sampled, cut: dict[int, int], rows: SideRows, owners: Sequence[int | None]) -> None:
+        """Add the rows of one kind; those of tokens are cut with them."""
+        counts = [count for _, _, count, _ in rows.spans]
+        if cut and SIDE_KINDS[rows.kind].rows is RowsOf.TOKENS:
+            kept = {int(sampled.handles[position]): count for position, count in cut.items()}
+            counts = [kept.get(handle, count) for handle, count in zip(rows.handles, counts, strict=True)]
+        for client in dict.fromkeys(owners):
+            if client is not None:
+                own = rows.first_rows([n if o == client else 0 for n, o in zip(counts, owners, strict=True)])
+                if own is not None:
+                    self._client(client).side.append(own)
 
     def hypotheses(self, request: Request, found: list[Hypothesis]) -> None:
         """Add the outputs of a beam search."""
@@ -124,14 +124,6 @@ class OutputCollector:
         return found
 
 
-def _by_client(owners: dict[int, int]) -> list[tuple[int, list[int]]]:
-    """Return (client, indices of its parts)."""
-    found: dict[int, list[int]] = {}
-    for index, client in owners.items():
-        found.setdefault(client, []).append(index)
-    return list(found.items())
-
-
 def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
     """Return a mask of the tokens that count."""
     keep = np.ones(len(sampled.tokens), np.bool_)
@@ -143,11 +135,10 @@ def _kept(sampled: Sampled, cut: dict[int, int]) -> _Mask:
 
 
 def _message(parts: _ClientOutputs) -> StepOutputs:
-    introduced, ended, prompts, found = parts.introduced, parts.ended, parts.prompts, parts.hypotheses
-    pooled, experts = parts.pooled, parts.experts
+    introduced, ended, side, found = parts.introduced, parts.ended, parts.side, parts.hypotheses
     if parts.sampled is None:
-        return StepOutputs(introduced, None, None, ended, None, None, prompts, found, pooled, experts)
-    sampled, keep, logprobs = parts.sampled
+        return StepOutputs(introduced, None, None, ended, None, side, found)
+    sampled, keep = parts.sampled
     handles, tokens, counts = sampled.handles, sampled.tokens, sampled.counts
     if keep is not None and counts is None:
         handles, tokens = handles[keep], tokens[keep]
@@ -157,5 +148,4 @@ def _message(parts: _ClientOutputs) -> StepOutputs:
         handles, counts = handles[counts > 0], counts[counts > 0]
     if counts is not None and (counts == 1).all():
         counts = None
-    selected = None if logprobs is None else logprobs.filtered(keep)
-    return StepOutputs(introduced, handles, tokens, ended, counts, selected, prompts, found, pooled, experts)
+    return StepOutputs(introduced, handles, tokens, ended, counts, side, found)

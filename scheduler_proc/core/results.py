@@ -111,10 +111,10 @@ class Results:
             raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output, is_opaque=not deliver)
         judge = self._endings if endings is None else endings
-        cut = self._apply(record, sampled, output, judge)
+        cut, owners = self._apply(record, sampled, output, judge)
         self._transfers.plan_stores()
         if deliver:
-            self.outputs.sampled(sampled, cut, output.logprobs)
+            self.outputs.sampled(sampled, cut, owners)
 
     def is_stale(self, step: int) -> bool:
         """Whether a result belongs to an earlier worker epoch; counts it if so."""
@@ -129,8 +129,9 @@ class Results:
         sampled: Sampled,
         output: ModelRunnerOutput,
         endings: Endings,
-    ) -> dict[int, int]:
-        """Apply a validated result. Returns, by position, the number of tokens that count, where it is not all."""
+    ) -> tuple[dict[int, int], list[list[int | None]]]:
+        """Apply a validated result. Returns, by position, the number of tokens that count, where it is not all; and for
+        each kind of rows beside the tokens the clients of its parts."""
         faults = _Faults.of({h: endings.bad_row_detail(record.client_handle(h)) for h in output.bad}, output.failed)
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
@@ -155,12 +156,10 @@ class Results:
             is_first = request.sampling.return_timeline and len(request.tokens) == request.num_prompt_tokens
             if is_first and record.step > request.ignore_results_until and request.handle not in faults.bad:
                 self._decisions.follow(request, "first_token")
-        if (prompts := output.prompt_logprobs) is not None:
-            self.outputs.prompts(self._owners(record, prompts.handles), prompts)
+        # Before the endings: a request that ends with this result still gets its rows.
+        owners = [[self._owner(record, handle, faults) for handle in rows.handles] for rows in output.side]
         if record.pooled:
-            self._end_pooled(record, output, faults)
-        if (experts := output.routed_experts) is not None:
-            self.outputs.routed_experts(self._owners(record, experts.handles, faults), experts)
+            self._end_pooled(record, faults)
         cut: dict[int, int] = {}
         for position, request in self._rows_to_check(record, endings.candidates(sampled)):
             if request.is_steady:
@@ -175,7 +174,7 @@ class Results:
                 cut[position] = kept
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
         self._stats.generation_tokens += num_kept
-        return cut
+        return cut, owners
 
     def _rows_to_check(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
         """Return (position in the result, request) for requests outside of steady decode and those that may end."""
@@ -244,10 +243,8 @@ class Results:
             self.finish(request, EndReason.ERROR, detail=faults.failed[handle])
         return request.status.is_finished
 
-    def _end_pooled(self, record: InFlightStep, output: ModelRunnerOutput, faults: _Faults) -> None:
-        """Pass pooled rows to clients, and end the requests whose prompts end in the step, also if preempted since."""
-        if output.pooled is not None:
-            self.outputs.pooled(self._owners(record, output.pooled.handles, faults), output.pooled)
+    def _end_pooled(self, record: InFlightStep, faults: _Faults) -> None:
+        """End the pooled requests whose prompts end in the step, also if preempted since."""
         for row in record.pooled:
             request = row.request
             if row.pools:
@@ -256,18 +253,18 @@ class Results:
                 self.num_pooled += 1
                 self.finish(request, EndReason.STOPPED)
 
-    def _owners(self, record: InFlightStep, handles: list[int], faults: _Faults = NO_FAULTS) -> dict[int, int]:
-        """Return, by index in ``handles``, the client of each request that still exists and will not compute the step
-        again. Those that are bad or failed have none."""
-        owners: dict[int, int] = {}
-        for index, handle in enumerate(handles):
-            request = record.member(handle)
-            if request is None or request.status.is_finished or record.step <= request.ignore_results_until:
-                continue
-            if handle not in faults.bad and handle not in faults.failed:
-                self.outputs.introduce(request)
-                owners[index] = request.client
-        return owners
+    def _owner(self, record: InFlightStep, handle: int, faults: _Faults) -> int | None:
+        """Return the client that gets the rows of a request beside its tokens; None if it gets none.
+
+        It gets none if the request has ended, computes the step again, or is bad or failed.
+        """
+        request = record.member(handle)
+        if request is None or request.status.is_finished or record.step <= request.ignore_results_until:
+            return None
+        if handle in faults.bad or handle in faults.failed:
+            return None
+        self.outputs.introduce(request)
+        return request.client
 
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Subtract the positions of missing and rejected drafts, and pass the outcome to the draft policy."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.side_arrays import MAX_STEP_SIDE_BYTES
+from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager

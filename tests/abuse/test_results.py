@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
+from side_parts import with_rows
 
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS, SideKind, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
@@ -44,19 +44,27 @@ def running(asynchronous: bool = True) -> Driver:
     return driver
 
 
-def with_logprobs(result: ModelRunnerOutput, *rows: int, **fields: Any) -> ModelRunnerOutput:
-    """Add log probabilities of the first row, changed by ``rows`` and by the ``fields`` of the arrays."""
+def with_logprobs(result: ModelRunnerOutput, **fields: Any) -> ModelRunnerOutput:
+    """Add log probabilities of the first row, changed by ``fields``; ``ids``, ``ranks`` and ``values`` are arrays."""
     assert result.tokens is not None
-    arrays = LogprobArrays(ints(int(result.tokens[0]), 5), floats(-1.5, -0.5), ints(2), 2)
-    return change(result, logprobs=Logprobs(list(rows or (0,)), msgspec.structs.replace(arrays, **fields)))
+    arrays = {"ids": ints(int(result.tokens[0]), 5), "ranks": ints(2), "values": floats(-1.5, -0.5)}
+    return with_rows(result, LOGPROBS, changed_rows(LOGPROBS, arrays, (0, 0, 1), fields))  # type: ignore[no-any-return]
 
 
 def with_prompts(result: ModelRunnerOutput, *parts: tuple[int, int, int], **fields: Any) -> ModelRunnerOutput:
-    """Add prompt log probabilities, changed by ``parts`` (handle, start, count) and by the ``fields`` of the arrays."""
-    arrays = LogprobArrays(ints(8, 5, 9, 6), floats(-1, -2, -1, -2), ints(1, 1), 2)
+    """Add prompt log probabilities of ``parts`` (handle, start, count), changed as in ``with_logprobs``."""
+    arrays = {"ids": ints(8, 5, 9, 6), "ranks": ints(1, 1), "values": floats(-1, -2, -1, -2)}
     handles, starts, counts = (list(column) for column in zip(*(parts or ((1, 1, 2),)), strict=True))
-    changed = PromptLogprobs(handles, starts, counts, msgspec.structs.replace(arrays, **fields))
-    return change(result, prompt_logprobs=changed)
+    fields = {"handles": handles, "starts": starts, "counts": counts} | fields
+    rows = changed_rows(PROMPT_LOGPROBS, arrays, (1, 1, 2), fields)
+    return with_rows(result, PROMPT_LOGPROBS, rows)  # type: ignore[no-any-return]
+
+
+def changed_rows(kind: SideKind, arrays: dict[str, Any], part: tuple[int, int, int], fields: dict[str, Any]) -> Any:
+    ids, ranks, values = (fields.pop(name, array) for name, array in arrays.items())
+    handle, start, count = part
+    rows = SideRows(kind.number, [handle], [start], [count], [2], [ids, ranks], [values])
+    return msgspec.structs.replace(rows, **fields)
 
 
 def tokens_of(result: ModelRunnerOutput) -> Any:
@@ -114,36 +122,34 @@ DAMAGE: dict[str, Damage] = {
     "no ranks": lambda r: with_logprobs(r, ranks=ints()),
     "no values": lambda r: with_logprobs(r, values=floats()),
     "a value short": lambda r: with_logprobs(r, values=floats(-1.5)),
-    "an id too many": lambda r: with_logprobs(r, token_ids=ints(1, 2, 3)),
-    "no ids": lambda r: with_logprobs(r, token_ids=ints()),
-    "an id past the vocabulary": lambda r: with_logprobs(r, token_ids=ints(1, VOCAB_SIZE)),
-    "a negative id": lambda r: with_logprobs(r, token_ids=ints(-1, 1)),
-    "a row past the end": lambda r: with_logprobs(r, 3),
-    "a negative row": lambda r: with_logprobs(r, -1),
-    "a row without logprobs": lambda r: with_logprobs(r, 1),
-    "a width of 0": lambda r: with_logprobs(r, width=0),
-    "a negative width": lambda r: with_logprobs(r, width=-2),
-    "a huge width": lambda r: with_logprobs(r, width=2**40),
-    "a width above the allowed maximum": lambda r: with_logprobs(
-        r, width=22, token_ids=ints(*[1] * 22), values=floats(*[-1.0] * 22)
+    "an id too many": lambda r: with_logprobs(r, ids=ints(1, 2, 3)),
+    "no ids": lambda r: with_logprobs(r, ids=ints()),
+    "an id past the vocabulary": lambda r: with_logprobs(r, ids=ints(1, VOCAB_SIZE)),
+    "a negative id": lambda r: with_logprobs(r, ids=ints(-1, 1)),
+    "a row past the end": lambda r: with_logprobs(r, starts=[1]),
+    "a negative row": lambda r: with_logprobs(r, starts=[-1]),
+    "a row without logprobs": lambda r: with_logprobs(r, handles=[1]),
+    "log probabilities of an ended request": lambda r: with_logprobs(r, handles=[3]),
+    "an unknown kind": lambda r: with_logprobs(r, kind=0),
+    "a width of 0": lambda r: with_logprobs(r, widths=[0]),
+    "a negative width": lambda r: with_logprobs(r, widths=[-2]),
+    "a huge width": lambda r: with_logprobs(r, widths=[2**63]),
+    "a width above the requested one": lambda r: with_logprobs(
+        r, widths=[3], ids=ints(1, 2, 3), values=floats(-1, -1, -1)
     ),
-    "a row twice": lambda r: with_logprobs(
-        r,
-        0,
-        0,
-        token_ids=ints(1, 2, 1, 2),
-        values=floats(-1, -1, -1, -1),
-        ranks=ints(1, 1),
+    "a row more than tokens": lambda r: with_logprobs(
+        r, counts=[2], ids=ints(1, 2, 1, 2), values=floats(-1, -1, -1, -1), ranks=ints(1, 1)
     ),
+    "a part twice": lambda r: change(r, side=with_logprobs(r).side * 2),
     "a prompt without prompt_logprobs": lambda r: with_prompts(r, (0, 1, 2)),
     "a prompt of an unknown handle": lambda r: with_prompts(r, (77, 1, 2)),
     "beyond a prompt": lambda r: with_prompts(r, (1, 2, 2)),
     "before a prompt": lambda r: with_prompts(r, (1, 0, 2)),
     "a prompt counted negatively": lambda r: with_prompts(r, (1, 1, -2)),
     "a prompt twice": lambda r: with_prompts(r, (1, 1, 1), (1, 1, 1)),
-    "a prompt's width": lambda r: with_prompts(r, width=0),
+    "a prompt's width": lambda r: with_prompts(r, widths=[0]),
     "a prompt without ranks": lambda r: with_prompts(r, ranks=ints()),
-    "a prompt's id past the vocabulary": lambda r: with_prompts(r, token_ids=ints(8, 5, 9, VOCAB_SIZE)),
+    "a prompt's id past the vocabulary": lambda r: with_prompts(r, ids=ints(8, 5, 9, VOCAB_SIZE)),
 }
 
 
@@ -240,15 +246,20 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
                 return None
         return np.array(values, kind)
 
-    def arrays(old: Logprobs | PromptLogprobs | None) -> LogprobArrays:
-        """Return the arrays with one of them, or the width, changed."""
-        right = LogprobArrays(ints(5), floats(-0.5), ints(1), 1) if old is None else old.arrays
-        name = rng.choice(right.__struct_fields__)
-        if name == "width":
-            return msgspec.structs.replace(right, width=rng.choice(NUMBERS))
-        altered = array(getattr(right, name))
-        empty = floats() if name == "values" else ints()
-        return msgspec.structs.replace(right, **{name: empty if altered is None else altered})
+    def side(old: list[SideRows]) -> list[SideRows]:
+        """Return the parts with one field of one of them changed."""
+        if not old or rng.random() < 0.1:
+            return [*old, SideRows(rng.choice(NUMBERS), [0], [0], [1], [1])]
+        at = rng.randrange(len(old))
+        field = rng.choice(SideRows.__struct_fields__)
+        value: Any = getattr(old[at], field)
+        if field == "kind":
+            value = rng.choice(NUMBERS)
+        elif field in ("ints", "floats"):
+            value = [each for each in map(array, value) if each is not None]
+        else:
+            value = rng.choices(NUMBERS, k=rng.choice([1, 2]))
+        return [*old[:at], msgspec.structs.replace(old[at], **{field: value}), *old[at + 1 :]]
 
     name = rng.choice(result.__struct_fields__)
     old = getattr(result, name)
@@ -261,16 +272,8 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
             return change(result, failed=[(rng.choice(NUMBERS), "why")])
         case "seconds":
             return change(result, seconds=rng.choice([math.nan, -1.0, math.inf, 0.5]))
-        case "logprobs":
-            return change(result, logprobs=Logprobs(rng.choices(NUMBERS, k=2), arrays(old)))
-        case "prompt_logprobs":
-            lists = [rng.choices(NUMBERS, k=rng.choice([1, 2])) for _ in range(3)]
-            return change(result, prompt_logprobs=PromptLogprobs(lists[0], lists[1], lists[2], arrays(old)))
-        case "pooled" | "routed_experts":
-            kind, values = (PooledRows, floats) if name == "pooled" else (RoutedExperts, ints)
-            columns = [rng.choices(NUMBERS, k=rng.choice([1, 2])) for _ in range(4)]
-            rows = kind(*columns, values(*rng.choices([0, 1, 7], k=rng.randrange(4))))
-            return change(result, **{name: rows})
+        case "side":
+            return change(result, side=side(old))
         case "failure":
             return result
     return change(result, **{name: array(old)})

@@ -1,11 +1,13 @@
 """Pooled requests in simulations: the rows of a simulated worker, and traces with pooled requests as workloads."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from replay_workloads import AffineCost
 from scheduler_driver import Driver, change, make_config, make_layout, make_request
+from side_parts import parts_of
 from traced_runs import traced, write_trace
 
 from quire.frontend.engine.new_rows import NewRows
@@ -14,6 +16,7 @@ from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, StepOutputs
+from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, SideKind
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
 from quire.replay.report.figures import latency
@@ -32,17 +35,18 @@ class Outputs:
     """The rows of each request, and how it ended."""
 
     def __init__(self) -> None:
-        self.pooled: dict[str, NewRows[np.float32]] = {}
-        self.experts: dict[str, NewRows[np.int32]] = {}
+        self.rows: dict[SideKind, dict[str, NewRows]] = {POOLED: {}, ROUTED_EXPERTS: {}}
         self.ended: dict[str, EndReason] = {}
         self._names: dict[int, str] = {}
 
+    def of(self, kind: SideKind) -> dict[str, Any]:
+        return {name: rows[0] for name, found in self.rows[kind].items() if (rows := found.take()) is not None}
+
     def take(self, message: StepOutputs) -> None:
         self._names |= {each.handle: each.request_id for each in message.introduced}
-        for handle, start, rows in () if message.pooled is None else message.pooled.parts():
-            self.pooled.setdefault(self._names[handle], NewRows()).add(start, rows)
-        for handle, start, experts in () if message.routed_experts is None else message.routed_experts.parts():
-            self.experts.setdefault(self._names[handle], NewRows()).add(start, experts)
+        for kind, found in self.rows.items():
+            for handle, start, rows in parts_of(message, kind):
+                found.setdefault(self._names[handle], NewRows()).add(start, rows)
         self.ended |= {self._names[each.handle]: EndReason(each.reason) for each in message.ended}
 
 
@@ -77,15 +81,15 @@ def test_simulated_worker_makes_rows_of_the_prompt(asynchronous: bool) -> None:
     requests.append(make_request("other", prompt[1:], pooling=PoolingParams()))
     outputs = run(config, *requests)
     assert outputs.ended == {"chat": EndReason.LENGTH} | dict.fromkeys(("a", "b", "c", "other"), EndReason.STOPPED)
-    rows = {name: found.take() for name, found in outputs.pooled.items()}
-    assert {name: None if each is None else each.shape for name, each in rows.items()} == {
+    rows = outputs.of(POOLED)
+    assert {name: each.shape for name, each in rows.items()} == {
         "a": (1, 6),
         "b": (40, 4),
         "c": (1, 2),
         "other": (1, 6),
     }
     assert not np.array_equal(rows["a"], rows["other"])
-    again = run(config, requests[1]).pooled["a"].take()
+    again = run(config, requests[1]).of(POOLED)["a"]
     np.testing.assert_array_equal(again, rows["a"])
 
 
@@ -95,8 +99,8 @@ def test_simulated_worker_routes_all_tokens_but_the_last() -> None:
     prompt = list(range(40))
     asks = make_request("a", prompt, max_tokens=9, ignore_eos=True, return_routed_experts=True)
     outputs = run(config, asks, make_request("b", prompt, max_tokens=9))
-    assert list(outputs.experts) == ["a"]
-    rows = outputs.experts["a"].take()
+    ((name, rows),) = outputs.of(ROUTED_EXPERTS).items()
+    assert name == "a"
     assert rows is not None and rows.shape == (40 + 9 - 1, 2 * 2) and rows.min() >= 0 and rows.max() < 8
 
 

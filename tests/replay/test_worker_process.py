@@ -10,6 +10,7 @@ import pytest
 from fake_child import no_calls
 from memory_channel import memory_pair
 from scheduler_driver import make_config, make_layout, make_request
+from side_parts import parts_of
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
@@ -18,6 +19,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS
 from quire.protocol.wire.transfer_messages import BlocksMoved, HostPages, MoveBlocks, MoveKind
 from quire.protocol.wire.worker_messages import (
     Configure,
@@ -304,15 +306,14 @@ class Engine:
         if not self.flying:
             return False
         result = self.flying.popleft()
-        self.num_logprobs += 0 if result.logprobs is None else len(result.logprobs.rows)
+        self.num_logprobs += len(parts_of(result, LOGPROBS))
         self.scheduler.consume(result)
         self.scheduler.check()
         for _, message in self.scheduler.take_messages():
             assert isinstance(message, StepOutputs)
             self.ended += message.ended
-            if (parts := message.prompt_logprobs) is not None:
-                for handle, start, count in zip(parts.handles, parts.starts, parts.counts, strict=True):
-                    self.prompts.setdefault(handle, []).extend(range(start, start + count))
+            for handle, start, rows in parts_of(message, PROMPT_LOGPROBS):
+                self.prompts.setdefault(handle, []).extend(range(start, start + len(rows[0])))
         return True
 
 
@@ -346,10 +347,8 @@ def test_prompt_logprobs_are_sent_once_per_token() -> None:
 def test_logprobs_decrease_and_begin_with_the_token() -> None:
     runner = SimulatedRunner(CONFIG)
     result = runner.finish(runner.launch(adding(1, 0, 5, logprobs=3)), None, 0.0)
-    assert result.tokens is not None and result.logprobs is not None
-    arrays = result.logprobs.arrays
-    assert (result.logprobs.rows, arrays.width) == ([0], 4)
-    ids = arrays.token_ids.tolist()
-    assert ids[0] == ids[1] == result.tokens[0] and len(set(ids)) == 3
-    assert arrays.values.tolist() == pytest.approx([np.log(0.5) * n for n in (1, 1, 2, 3)])
-    assert arrays.ranks.tolist() == [1]
+    assert result.tokens is not None
+    ((_, _, (ids, ranks, values)),) = parts_of(result, LOGPROBS)
+    assert ids.shape == (1, 4) and ids[0, 0] == ids[0, 1] == result.tokens[0] and len(set(ids[0].tolist())) == 3
+    assert values[0].tolist() == pytest.approx([np.log(0.5) * n for n in (1, 1, 2, 3)])
+    assert ranks.tolist() == [[1]]

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from math import exp, log1p
 
-import msgspec
-import numpy as np
-from fake_worker import Chunk, FakeWorker, Row, extend_context
+from fake_worker import Chunk, FakeWorker, Row, extend_context, logprob_rows
+from side_parts import with_rows
 
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.side_rows import LOGPROBS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 GRAMMAR_STEP = 2
@@ -52,24 +51,13 @@ class SlotModel(FakeWorker):
     def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         answered = [(chunk, self.answers(chunk)) for chunk in chunks]
         result = super().finish(chunks)
-        return msgspec.structs.replace(result, logprobs=self._logprobs(answered))
+        return with_rows(result, LOGPROBS, self._logprobs(answered))  # type: ignore[no-any-return]
 
-    def _logprobs(self, answered: list[tuple[Chunk, list[tuple[int, int]]]]) -> Logprobs | None:
-        rows: list[int] = []
-        entries: list[list[tuple[int, float]]] = []
-        width, at = 0, 0
+    def _logprobs(self, answered: list[tuple[Chunk, list[tuple[int, int]]]]) -> SideRows | None:
+        parts: list[tuple[int, int, Rows]] = []
         for chunk, answers in answered:
             wanted = self.logprobs_of(chunk.row.request_id)
-            for context, token in answers:
-                if wanted is not None:
-                    best = best_two(token, context, self.vocab_size)
-                    rows.append(at)
-                    entries.append([best[0], *best])
-                    width = max(width, 1 + wanted)
-                at += 1
-        if not rows:
-            return None
-        flat = [pair for entry in entries for pair in entry[:width]]
-        token_ids, values = zip(*flat, strict=True)
-        ranks = np.ones(len(rows), np.int32)
-        return Logprobs(rows, LogprobArrays(np.array(token_ids, np.int32), np.array(values, np.float32), ranks, width))
+            if wanted is not None and answers:
+                best = [best_two(token, context, self.vocab_size) for context, token in answers]
+                parts.append((chunk.row.handle, 0, logprob_rows([[each[0], *each[:wanted]] for each in best])))
+        return SideRows.of(LOGPROBS, parts)

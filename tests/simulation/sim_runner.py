@@ -4,14 +4,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
-import msgspec
 import numpy as np
 import torch
 from fake_worker import Chunk, first_read
+from side_parts import parts_of, with_rows
 from sim_model import GRAMMAR_STEP, SlotModel, gap
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, Proposed, SampleInputs, SchedulerOutput
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.supports import Supports
@@ -179,7 +180,8 @@ class RealRunner:
         assert not result.bad and not result.failed
         assert _parts(result) == _parts(expected), "parts of prompts with log probabilities differ"
         self._compare_rows(model)
-        return msgspec.structs.replace(result, prompt_logprobs=expected.prompt_logprobs)
+        prompts = find_rows(expected.side, PROMPT_LOGPROBS)
+        return with_rows(result, PROMPT_LOGPROBS, prompts)  # type: ignore[no-any-return]
 
     def _compare_rows(self, model: SlotModel) -> None:
         """Raise AssertionError unless both hold the same rows after the step (I6)."""
@@ -211,14 +213,11 @@ def _by_handle(result: ModelRunnerOutput, handles: list[int]) -> dict[int, _Samp
     found: dict[int, _Sampled] = {handle: ([], [], []) for handle in handles}
     for owner, token in zip(owners, result.tokens.tolist(), strict=True):
         found[owner][0].append(token)
-    if result.logprobs is not None:
-        ids, values, _ = (column.tolist() for column in result.logprobs.arrays.columns())
-        for at, own_ids, own_values in zip(result.logprobs.rows, ids, values, strict=True):
-            found[owners[at]][1].append(own_ids)
-            found[owners[at]][2].append(own_values)
+    for handle, _, (ids, _, values) in parts_of(result, LOGPROBS):
+        found[handle][1].extend(ids.tolist())
+        found[handle][2].extend(values.tolist())
     return found
 
 
 def _parts(result: ModelRunnerOutput) -> list[tuple[int, int, int]]:
-    parts = result.prompt_logprobs
-    return [] if parts is None else sorted(zip(parts.handles, parts.starts, parts.counts, strict=True))
+    return sorted((handle, start, len(rows[0])) for handle, start, rows in parts_of(result, PROMPT_LOGPROBS))

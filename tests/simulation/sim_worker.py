@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from fake_worker import Chunk
 from scheduler_load import damaged
+from side_parts import parts_of
 from sim_disk import TwoTiers
 from sim_grammars import EVEN_TOKENS
 from sim_model import SlotModel
@@ -20,6 +21,7 @@ from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from quire.protocol.wire.side_rows import POOLED
 from quire.protocol.wire.transfer_messages import DiskContents, DiskPages, HostPages, MoveBlocks
 from quire.protocol.wire.worker_messages import (
     Configure,
@@ -398,7 +400,7 @@ class SimWorker(SimProcess):
         world = self.world
         sampled = result.tokens is not None and self.model is not None and -1 not in self.model._last_handles
         if sampled and world.faults.take_worker_fault("nan", 0):
-            pooled = [] if result.pooled is None else result.pooled.handles
+            pooled = [handle for handle, _, _ in parts_of(result, POOLED)]
             handle = world.faults.tamper.rng.choice([*self.model._last_handles, *pooled])  # type: ignore[union-attr]
             world.faults.bad_logits.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
             return msgspec.structs.replace(result, bad=[handle])

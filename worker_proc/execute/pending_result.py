@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.wire.logprobs import Logprobs
+from quire.protocol.wire.side_rows import LOGPROBS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.positions import Ints
-from quire.worker_proc.execute.step_extras import NO_EXTRAS, StepExtras, logprob_arrays
+from quire.worker_proc.execute.step_extras import NO_EXTRAS, StepExtras, logprob_rows
 from quire.worker_proc.sampling.accept import Accepted
 from quire.worker_proc.sampling.sampler import SampledTokens
 
@@ -79,9 +79,7 @@ class NothingSampled:
             bad=extra.bad,
             failure=self.failure,
             failed=extra.failed,
-            prompt_logprobs=extra.prompt_logprobs,
-            pooled=extra.pooled,
-            routed_experts=extra.routed_experts,
+            side=extra.side,
         )
 
 
@@ -131,23 +129,21 @@ class SampledResult:
             seconds=seconds,
             drafts=None if accepted is None else accepted.drafts,
             failed=list(dict(failed).items()),
-            logprobs=self.sent_logprobs(kept, rest),
-            prompt_logprobs=extra.prompt_logprobs,
-            pooled=extra.pooled,
-            routed_experts=extra.routed_experts,
+            side=[*self.sent_logprobs(kept, owners, rest), *extra.side],
         )
 
-    def sent_logprobs(self, kept: Ints, arrays: list[npt.NDArray[Any]]) -> Logprobs | None:
-        """Return the log probabilities of the tokens in ``kept``, each with its token's index in the result message."""
+    def sent_logprobs(self, kept: Ints, owners: npt.NDArray[np.int32], arrays: Rows) -> list[SideRows]:
+        """Return the log probabilities of the tokens in ``kept``, which ascend. ``owners``: their handles."""
         sampled = self.sampled.logprobs
         if sampled is None:
-            return None
-        token_of = np.full(int(kept.max(initial=-1)) + 1, -1, np.int64)
-        token_of[kept] = np.arange(len(kept))
+            return []
         at = np.array(sampled.at, np.int64)
-        rows = np.where(at < len(token_of), token_of[np.minimum(at, len(token_of) - 1)], -1)
-        picked = np.flatnonzero(rows >= 0)
-        return Logprobs(rows[picked].tolist(), logprob_arrays(arrays[:3]).take(picked))
+        picked = np.flatnonzero(np.isin(at, kept))
+        handles = owners[np.searchsorted(kept, at[picked])]
+        begins = np.flatnonzero(np.diff(handles, prepend=-1))
+        counts = np.diff(begins, append=len(handles)).tolist()
+        num_best, own = sampled.num_best[picked[begins]], [each[picked] for each in arrays[:3]]
+        return [logprob_rows(LOGPROBS, handles[begins].tolist(), [0] * len(begins), counts, num_best, own)]
 
 
 def result_tensors(sampled: SampledTokens | None, extras: StepExtras) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.side_arrays import RoutedExperts
+from quire.protocol.wire.side_rows import ROUTED_EXPERTS, SideRows
 from quire.worker_proc.batch.block_table import BlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints
@@ -81,13 +81,11 @@ class RoutedRows:
         self.counts = computed - self.starts
         self.ends = begins + self.counts
 
-    def message(self, values: npt.NDArray[Any]) -> RoutedExperts | None:
+    def message(self, values: npt.NDArray[Any]) -> SideRows | None:
         """Return the part of the result message. ``values``: the result of ``read`` on the host."""
-        if not self.handles:
-            return None
         spans = zip(self.handles, self.starts.tolist(), self.counts.tolist(), self.ends.tolist(), strict=True)
-        return RoutedExperts.of(
-            [(handle, start, values[end - count : end].astype(np.int32)) for handle, start, count, end in spans]
+        return SideRows.of(
+            ROUTED_EXPERTS, [(handle, start, [values[end - count : end]]) for handle, start, count, end in spans]
         )
 
     @property

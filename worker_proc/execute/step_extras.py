@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import PROMPT_LOGPROBS, Rows, SideKind, SideRows
 from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable, RoutedRows
@@ -22,10 +22,8 @@ from quire.worker_proc.sampling.prompt_logprobs import PromptRows, PromptTargets
 class ExtraFields(NamedTuple):
     """Fields of the result message. ``bad``: handles of requests whose hidden states are not finite."""
 
-    prompt_logprobs: PromptLogprobs | None
-    pooled: PooledRows | None
+    side: list[SideRows]
     bad: list[int]
-    routed_experts: RoutedExperts | None
     failed: list[tuple[int, str]]
 
 
@@ -51,24 +49,32 @@ class StepExtras:
 
     def fields(self, arrays: list[npt.NDArray[Any]]) -> ExtraFields:
         """Return the fields of the result message. ``arrays``: copies of ``tensors``."""
-        prompts, pooled, rows = None, None, self.prompt_rows
+        side: list[SideRows | None] = []
         bad: list[int] = []
-        experts, failed = None, []
+        failed: list[tuple[int, str]] = []
         if self.routed is not None:
             *arrays, values = arrays
-            experts, failed = self.routed.message(values), self.routed.failures
-        if rows is not None:
-            prompts = PromptLogprobs(rows.handles, rows.starts, rows.counts, logprob_arrays(arrays[:3]))
+            side, failed = [self.routed.message(values)], self.routed.failures
+        if (rows := self.prompt_rows) is not None:
+            side.append(
+                logprob_rows(PROMPT_LOGPROBS, rows.handles, rows.starts, rows.counts, rows.num_best, arrays[:3])
+            )
             arrays = arrays[3:]
         if self.pooled is not None:
             pooled, bad = self.pooled.message(arrays)
-        return ExtraFields(prompts, pooled, bad, experts, failed)
+            side.append(pooled)
+        return ExtraFields([rows for rows in side if rows is not None], bad, failed)
 
 
-def logprob_arrays(copied: list[npt.NDArray[Any]]) -> LogprobArrays:
-    """Return the message part of token ids, ranks and values that are copied to the host."""
+def logprob_rows(
+    kind: SideKind, handles: list[int], starts: list[int], counts: list[int], num_best: Ints, copied: Rows
+) -> SideRows:
+    """Return the message part of token ids, ranks and values that are copied to the host; ``num_best``: by request."""
     token_ids, ranks, values = copied
-    return LogprobArrays.of(token_ids.astype(np.int32), values.copy(), ranks.astype(np.int32))
+    widths = np.minimum(1 + num_best, token_ids.shape[1]).tolist()
+    # The arrays are reused by a later step.
+    table = [token_ids.astype(np.int32), ranks.astype(np.int32), values.copy()]
+    return SideRows.of_table(kind, handles, starts, counts, widths, table)
 
 
 NO_EXTRAS = StepExtras()

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.protocol.wire.side_arrays import PooledRows
+from quire.protocol.wire.side_rows import POOLED, SideRows
 
 
 class PooledPart(NamedTuple):
@@ -36,7 +36,7 @@ class PooledValues:
         """Return what the host needs."""
         return [*self.values, *self.bad]
 
-    def message(self, arrays: list[npt.NDArray[Any]]) -> tuple[PooledRows, list[int]]:
+    def message(self, arrays: list[npt.NDArray[Any]]) -> tuple[SideRows | None, list[int]]:
         """Return the rows for the result message, and the handles whose rows are not finite.
 
         Args:
@@ -48,7 +48,7 @@ class PooledValues:
             ends = np.cumsum([part.num_rows for part in parts]).tolist()
             for part, end in zip(parts, ends, strict=True):
                 own = slice(end - part.num_rows, end)
-                rows.append((part.handle, part.start, values[own]))
+                rows.append((part.handle, part.start, [values[own]]))
                 if bad[own].any():
                     bad_handles.append(part.handle)
-        return PooledRows.of(rows), bad_handles
+        return SideRows.of(POOLED, rows), bad_handles

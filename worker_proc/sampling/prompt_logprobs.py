@@ -7,6 +7,7 @@ import torch
 
 from quire.kernels.common.logits import TopLogprobs
 from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.model import Model
@@ -20,13 +21,14 @@ SLICE = 256
 class PromptRows:
     """Log probabilities of a step's prompt tokens.
 
-    Request ``handles[i]`` has ``counts[i]`` consecutive tokens from prompt position ``starts[i]`` on; ``logprobs``
-    concatenates the requests in this order.
+    Request ``handles[i]`` has ``counts[i]`` consecutive tokens from prompt position ``starts[i]`` on, and asks for
+    ``num_best[i]`` most likely tokens; ``logprobs`` concatenates the requests in this order.
     """
 
     handles: list[int]
     starts: list[int]
     counts: list[int]
+    num_best: Ints
     logprobs: TopLogprobs
 
 
@@ -35,10 +37,9 @@ class PromptTargets:
     """The prompt tokens of a step whose log probabilities are wanted.
 
     Attributes:
-        handles, starts, counts: as in ``PromptRows``.
+        handles, starts, counts, num_best: as in ``PromptRows``.
         index: int64 ``[n]`` on the device: index among the step's tokens of each one's predecessor.
         tokens: int64 ``[n]`` on the device: their ids.
-        num_best: most likely tokens per position.
     """
 
     handles: list[int]
@@ -46,7 +47,7 @@ class PromptTargets:
     counts: list[int]
     index: torch.Tensor
     tokens: torch.Tensor
-    num_best: int
+    num_best: Ints
 
     @classmethod
     def of(cls, inputs: StepInputs, batch: InputBatch, transfer: Transfer) -> "PromptTargets | None":
@@ -69,15 +70,14 @@ class PromptTargets:
             counts=np.diff(np.append(begins, len(own_rows))).tolist(),
             index=index,
             tokens=tokens,
-            num_best=int(batch.num_prompt_logprobs[own_rows].max()),
+            num_best=batch.num_prompt_logprobs[own_rows[begins]],
         )
 
     def logprobs(self, model: Model, hidden: torch.Tensor) -> PromptRows:
         """Compute the log probabilities. ``hidden``: ``[num_tokens, hidden_size]``, of all tokens of the step."""
+        most = int(self.num_best.max())
         parts = [
-            token_logprobs(
-                model.logits(hidden[self.index[at : at + SLICE]]), self.tokens[at : at + SLICE], self.num_best
-            )
+            token_logprobs(model.logits(hidden[self.index[at : at + SLICE]]), self.tokens[at : at + SLICE], most)
             for at in range(0, len(self.index), SLICE)
         ]
         joined = TopLogprobs(
@@ -85,4 +85,4 @@ class PromptTargets:
             torch.cat([part.values for part in parts]),
             torch.cat([part.ranks for part in parts]),
         )
-        return PromptRows(self.handles, self.starts, self.counts, joined)
+        return PromptRows(self.handles, self.starts, self.counts, self.num_best, joined)

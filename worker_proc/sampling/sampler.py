@@ -32,9 +32,15 @@ Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(slots=True)
 class SampledLogprobs:
-    """Log probabilities of the positions that ask for them: ``at`` are indices into the sampled positions."""
+    """Log probabilities of the positions that ask for them.
+
+    Attributes:
+        at: indices into the sampled positions, ascending.
+        num_best: how many most likely tokens each of them asks for; ``logprobs`` has the most of all of them.
+    """
 
     at: list[int]
+    num_best: Ints
     logprobs: TopLogprobs
 
 
@@ -180,8 +186,8 @@ class Sampler:
             source = self._sampled_logits(logits[wanted.index], wanted.columns) if raw is None else raw
             if wanted.beams is not None and (edited or raw is None):
                 source[wanted.beams] = logits[wanted.index[wanted.beams]]
-            values = token_logprobs(source, tokens[wanted.index], wanted.num_best)
-            logprobs = SampledLogprobs(wanted.at.tolist(), values)
+            values = token_logprobs(source, tokens[wanted.index], int(wanted.num_best.max()))
+            logprobs = SampledLogprobs(wanted.at.tolist(), wanted.num_best, values)
         return SampledTokens(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
 
     def probabilities(self, logits: torch.Tensor, positions: SampledPositions) -> torch.Tensor:
@@ -217,7 +223,7 @@ class Sampler:
         columns = () if self._raw_logprobs else self._drawn_from(positions.rows[at])
         beams = np.flatnonzero(self._batch.searches[positions.rows[at]])
         index, sent_beams, *sent = self._transfer(at, beams, *columns)
-        return _LogprobPositions(at, index, int(asked.max()), sent, sent_beams if len(beams) else None)
+        return _LogprobPositions(at, index, asked[at], sent, sent_beams if len(beams) else None)
 
     def _scaled_positions(self, positions: SampledPositions) -> "_ScaledPositions":
         temperature = self._batch.temperature[positions.rows]
@@ -262,13 +268,14 @@ class _ScaledPositions:
 class _LogprobPositions:
     """The positions that ask for log probabilities, int64 on the host (``at``) and on the device (``index``).
 
+    ``num_best``: as of SampledLogprobs.
     ``columns``: the parameters of the distributions that they are sampled from, for processed log probabilities.
     ``beams``: int64, those of these positions that belong to beams; None without any.
     """
 
     at: Ints
     index: torch.Tensor
-    num_best: int
+    num_best: Ints
     columns: list[torch.Tensor]
     beams: torch.Tensor | None
 

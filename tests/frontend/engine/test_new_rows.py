@@ -10,7 +10,7 @@ from quire.frontend.engine.streams import Stream, StreamTable
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, SideKind, SideRows
 
 
 def rows(first: int, count: int, dtype: Any = np.float32) -> Any:
@@ -19,24 +19,23 @@ def rows(first: int, count: int, dtype: Any = np.float32) -> Any:
 
 
 def test_repeats_are_dropped_and_nothing_follows_a_gap() -> None:
-    found: NewRows[np.float32] = NewRows()
+    found: NewRows = NewRows()
     assert found.take() is None
-    found.add(0, rows(0, 3))
-    found.add(1, rows(1, 2))
-    found.add(2, rows(2, 3))
-    np.testing.assert_array_equal(found.take(), rows(0, 5))
-    found.add(0, rows(0, 6))
-    found.add(7, rows(7, 1))
-    np.testing.assert_array_equal(found.take(), rows(5, 1))
+    for start, count in ((0, 3), (1, 2), (2, 3)):
+        found.add(start, [rows(start, count)])
+    np.testing.assert_array_equal(found.take(), [rows(0, 5)])
+    found.add(0, [rows(0, 6)])
+    found.add(7, [rows(7, 1)])
+    np.testing.assert_array_equal(found.take(), [rows(5, 1)])
     assert found.take() is None
 
 
 def test_rows_do_not_keep_those_of_other_requests() -> None:
     """They are views of one message, which has the rows of all requests of a step."""
-    found: NewRows[np.float32] = NewRows()
+    found: NewRows = NewRows()
     values = np.zeros((1000, 2), np.float32)
     message = weakref.ref(values)
-    found.add(0, values[5:6])
+    found.add(0, [values[5:6]])
     del values
     assert message() is None
     assert len(found.take()) == 1  # type: ignore[arg-type]
@@ -56,18 +55,23 @@ def step(
     *,
     ended: list[Ended] | None = None,
     tokens: dict[int, int] | None = None,
-    pooled: PooledRows | None = None,
-    experts: RoutedExperts | None = None,
+    side: list[SideRows] | None = None,
 ) -> StepOutputs:
     handles, values = (np.array(list(each), np.int32) for each in ((tokens or {}).keys(), (tokens or {}).values()))
-    return StepOutputs([], handles, values, ended or [], pooled=pooled, routed_experts=experts)
+    return StepOutputs([], handles, values, ended or [], side=side or [])
+
+
+def side_of(kind: SideKind, *parts: tuple[int, int, Any]) -> list[SideRows]:
+    """Return the rows of (handle, start, rows)."""
+    found = SideRows.of(kind, [(handle, start, [own]) for handle, start, own in parts])
+    return [] if found is None else [found]
 
 
 def test_pooled_rows_come_with_the_end_and_once() -> None:
     table, (first, second) = table_of("a", "b")
-    table.apply(step(pooled=PooledRows.of([(0, 0, rows(0, 2)), (1, 0, rows(5, 1))])))
+    table.apply(step(side=side_of(POOLED, (0, 0, rows(0, 2)), (1, 0, rows(5, 1)))))
     assert first.take() is None
-    table.apply(step(pooled=PooledRows.of([(0, 0, rows(0, 2)), (0, 2, rows(2, 1))])))  # preempted in between
+    table.apply(step(side=side_of(POOLED, (0, 0, rows(0, 2)), (0, 2, rows(2, 1)))))  # preempted in between
     end = int(EndReason.STOPPED)
     table.apply(step(ended=[Ended(0, end, 0), Ended(1, int(EndReason.ERROR), 0, None, "it broke")]))
     update, failed = first.take(), second.take()
@@ -84,12 +88,12 @@ def test_pooled_request_is_resubmitted_after_the_death_of_its_scheduler() -> Non
     table.add(stream)
     assert stream.submission(1) is request
     stream.link_number = 1
-    table.apply(StepOutputs([Introduced(3, "a", 0)], None, None, [], pooled=PooledRows.of([(3, 0, rows(0, 2))])))
+    table.apply(StepOutputs([Introduced(3, "a", 0)], None, None, [], side=side_of(POOLED, (3, 0, rows(0, 2)))))
     table.forget_handles()
     second = stream.submission(2)
     assert second.resubmitted and second.pooling == PoolingParams() and second.output_token_ids is None
-    pooled = PooledRows.of([(0, 0, rows(0, 4))])
-    table.apply(StepOutputs([Introduced(0, "a", 0)], None, None, [Ended(0, int(EndReason.STOPPED), 0)], pooled=pooled))
+    pooled = side_of(POOLED, (0, 0, rows(0, 4)))
+    table.apply(StepOutputs([Introduced(0, "a", 0)], None, None, [Ended(0, int(EndReason.STOPPED), 0)], side=pooled))
     update = stream.take()
     assert update is not None
     np.testing.assert_array_equal(update.pooled, rows(0, 4))
@@ -98,15 +102,15 @@ def test_pooled_request_is_resubmitted_after_the_death_of_its_scheduler() -> Non
 def test_routed_experts_come_with_the_tokens_but_not_for_the_last_one() -> None:
     table, (stream,) = table_of("a")
     experts = rows(0, 9, np.int32)
-    table.apply(step(tokens={0: 5}, experts=RoutedExperts.of([(0, 0, experts[:2])])))
+    table.apply(step(tokens={0: 5}, side=side_of(ROUTED_EXPERTS, (0, 0, experts[:2]))))
     update = stream.take()
     assert update is not None and update.routed_experts is not None and update.routed_experts.dtype == np.int32
     np.testing.assert_array_equal(update.routed_experts, experts[:2])
-    table.apply(step(tokens={0: 6}, experts=RoutedExperts.of([(0, 0, experts[:3])])))  # recomputed
+    table.apply(step(tokens={0: 6}, side=side_of(ROUTED_EXPERTS, (0, 0, experts[:3]))))  # recomputed
     update = stream.take()
     assert update is not None
     np.testing.assert_array_equal(update.routed_experts, experts[2:3])
-    table.apply(step(tokens={0: 7}, experts=RoutedExperts.of([(0, 3, experts[3:6])])))  # drafts after the end
+    table.apply(step(tokens={0: 7}, side=side_of(ROUTED_EXPERTS, (0, 3, experts[3:6]))))  # drafts after the end
     update = stream.take()
     assert update is not None
     np.testing.assert_array_equal(update.routed_experts, experts[3:4])
@@ -115,7 +119,8 @@ def test_routed_experts_come_with_the_tokens_but_not_for_the_last_one() -> None:
 def test_muted_streams_keep_no_rows() -> None:
     table, (stream,) = table_of("a")
     stream.muted = True
-    table.apply(step(pooled=PooledRows.of([(0, 0, rows(0, 1))]), experts=RoutedExperts.of([(0, 0, rows(0, 1))])))
+    for kind in (POOLED, ROUTED_EXPERTS):
+        table.apply(step(side=side_of(kind, (0, 0, rows(0, 1)))))
     stream.muted = False
     table.apply(step(ended=[Ended(0, int(EndReason.STOPPED), 0)]))
     update = stream.take()

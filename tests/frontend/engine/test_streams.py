@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from quire.frontend.engine.streams import Stream, StreamTable
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, EndReason, Introduced, StepOutputs
-from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
+from quire.protocol.wire.logprobs import LogprobArrays
+from quire.protocol.wire.side_rows import PROMPT_LOGPROBS, SideRows
 
 WIDTH = 3
 
@@ -29,31 +30,28 @@ def table_of(*request_ids: str) -> tuple[StreamTable, list[Stream]]:
     return table, streams
 
 
-def values_of(handle: int, places: range, width: int = WIDTH) -> tuple[Any, Any, Any]:
+def values_of(handle: int, places: range) -> tuple[Any, Any, Any]:
     """Return log probabilities that differ at each position, so that misplaced values are detected."""
-    ids = np.array([[100 * handle + place, *range(1, width)] for place in places], np.int32)
+    ids = np.array([[100 * handle + place, *range(1, WIDTH)] for place in places], np.int32)
     return ids, -ids.astype(np.float32), np.array(places, np.int32)
 
 
-def parts_of(*parts: tuple[int, int, int], tokens: dict[int, int] | None = None, width: int = WIDTH) -> StepOutputs:
+def parts_of(*parts: tuple[int, int, int], tokens: dict[int, int] | None = None) -> StepOutputs:
     """One message of (handle, start, count) parts, and a token for some handles."""
-    arrays = [values_of(handle, range(start, start + count), width) for handle, start, count in parts]
-    ids, values, ranks = (np.concatenate([a[i] for a in arrays]) for i in range(3))
-    tokens = tokens or {}
-    handles, starts, counts = (list(column) for column in zip(*parts, strict=True))
-    return StepOutputs(
-        [],
-        np.array(list(tokens), np.int32),
-        np.array(list(tokens.values()), np.int32),
-        [],
-        prompt_logprobs=PromptLogprobs(handles, starts, counts, LogprobArrays.of(ids, values, ranks)),
-    )
+    found = []
+    for handle, start, count in parts:
+        ids, values, ranks = values_of(handle, range(start, start + count))
+        found.append((handle, start, [ids, ranks[:, None], values]))
+    rows, tokens = SideRows.of(PROMPT_LOGPROBS, found), tokens or {}
+    handles, values = (np.array(list(each), np.int32) for each in (tokens, tokens.values()))
+    assert rows is not None
+    return StepOutputs([], handles, values, [], side=[rows])
 
 
-def complete(table: LogprobArrays | None, handle: int, num_prompt: int, width: int = WIDTH) -> None:
+def complete(table: LogprobArrays | None, handle: int, num_prompt: int) -> None:
     assert table is not None
     for got, wanted in zip(table.columns(), values_of(handle, range(1, num_prompt)), strict=True):
-        np.testing.assert_array_equal(got, wanted[..., :width] if wanted.ndim == 2 else wanted)
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_prompt_logprobs_arrive_with_the_first_token() -> None:
@@ -103,33 +101,31 @@ def test_an_end_before_the_first_token() -> None:
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_repeated_parts_of_any_width(data: st.DataObject) -> None:
-    """A preempted request starts again, maybe with other chunks; other requests may need more top tokens."""
+def test_repeated_parts(data: st.DataObject) -> None:
+    """A preempted request starts again, maybe with other chunks."""
     num_prompt = data.draw(st.integers(2, 20))
-    stream, widths = Stream(request_of("a")), []
+    stream = Stream(request_of("a"))
     for _ in range(data.draw(st.integers(0, 2))):
-        _place(data, stream, data.draw(st.integers(1, num_prompt - 1)), widths)
-    _place(data, stream, num_prompt, widths)
+        _place(data, stream, data.draw(st.integers(1, num_prompt - 1)))
+    _place(data, stream, num_prompt)
     stream.pending()
     update = stream.take()
     assert update is not None
     assert update.prompt_logprobs is not None
-    width = update.prompt_logprobs.width
-    assert min(widths) <= width <= WIDTH
-    complete(update.prompt_logprobs, 4, num_prompt, width)
+    complete(update.prompt_logprobs, 4, num_prompt)
 
 
-def _place(data: st.DataObject, stream: Stream, upto: int, widths: list[int]) -> None:
+def _place(data: st.DataObject, stream: Stream, upto: int) -> None:
     place = 1
     while place < upto:
         end = data.draw(st.integers(place + 1, upto))
-        widths.append(data.draw(st.integers(2, WIDTH)))
-        stream.place_prompt_logprobs(place, LogprobArrays.of(*values_of(4, range(place, end), widths[-1])))
+        ids, values, ranks = values_of(4, range(place, end))
+        stream.add_rows(PROMPT_LOGPROBS, place, [ids, ranks[:, None], values])
         place = end
 
 
 @pytest.mark.parametrize("num_best", [0, 1, 2, 20])
 def test_entries(num_best: int) -> None:
-    (entry,) = LogprobArrays.of(*values_of(4, range(1, 2))).entries(num_best)
+    (entry,) = LogprobArrays(*values_of(4, range(1, 2))).entries(num_best)
     assert (entry.token_id, entry.logprob, entry.rank) == (401, -401.0, 1)
     assert entry.top == [(1, -1.0), (2, -2.0)][:num_best]

@@ -4,7 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from scheduler_driver import Driver
+from fake_worker import FakeWorker
+from scheduler_driver import Driver, change
 from scheduler_load import Load, random_settings
 from tiers import thinned
 
@@ -108,7 +109,8 @@ def test_search_cannot_be_forked() -> None:
 
 def test_result_without_candidates_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = searching()
-    monkeypatch.setattr("fake_worker._logprobs", lambda found: None)
+    sample = FakeWorker._sample
+    monkeypatch.setattr(FakeWorker, "_sample", lambda worker, chunks: change(sample(worker, chunks), side=[]))
     driver.finish()
     assert driver.answers["s"].reason is EndReason.ERROR
 

@@ -1,10 +1,12 @@
 """Messages to front ends when several results are applied before they are taken."""
 
 import numpy as np
+from fake_worker import logprob_rows
 from scheduler_driver import Driver
+from side_parts import side_rows
 
 from quire.protocol.wire.front_end_messages import StepOutputs
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
@@ -13,9 +15,7 @@ def result(step: int, handle: int, token: int, logprob: float) -> ModelRunnerOut
         step=step,
         tokens=np.array([token], np.int32),
         handles=np.array([handle], np.int32),
-        logprobs=Logprobs(
-            [0], LogprobArrays(np.array([token], np.int32), np.array([logprob], np.float32), np.array([1], np.int32), 1)
-        ),
+        side=[side_rows(LOGPROBS, (handle, 0, logprob_rows([[(token, logprob)]])))],
     )
 
 
@@ -30,5 +30,4 @@ def test_each_token_has_the_logprob_of_its_step() -> None:
     driver.scheduler.consume(result(2, handle, 6, -0.25))
     outputs = [message for _, message in driver.scheduler.take_messages() if isinstance(message, StepOutputs)]
     assert [message.tokens.tolist() for message in outputs if message.tokens is not None] == [[5], [6]]
-    logprobs = [message.logprobs for message in outputs if message.logprobs is not None]
-    assert [each.arrays.values.tolist() for each in logprobs] == [[-0.5], [-0.25]]
+    assert [rows.floats[0].tolist() for message in outputs for rows in message.side] == [[-0.5], [-0.25]]

@@ -22,6 +22,7 @@ from scheduler_load import (
     program_settings,
     random_settings,
 )
+from side_parts import with_rows
 from tiers import thinned
 
 from quire.protocol.errors import ConfigError
@@ -29,7 +30,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
-from quire.protocol.wire.side_arrays import MAX_SIDE_BYTES, PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import MAX_SIDE_BYTES, POOLED, ROUTED_EXPERTS, SideRows, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.core.scheduler import Scheduler
@@ -122,8 +123,8 @@ def test_rows_and_end_are_in_one_message() -> None:
     driver.schedule()
     driver.answer()
     ((_, message),) = driver.messages
-    assert isinstance(message, StepOutputs) and message.pooled is not None
-    assert message.pooled.handles == [ended.handle for ended in message.ended]
+    assert isinstance(message, StepOutputs)
+    assert [rows.handles for rows in message.side] == [[ended.handle for ended in message.ended]]
 
 
 def test_only_pooling_of_the_last_token_reads_the_prefix_cache() -> None:
@@ -335,25 +336,24 @@ def test_a_request_that_kills_workers_is_the_only_one_that_fails() -> None:
         check_ended(driver, f"e{number}", rows_of([number]))
 
 
-def with_pooled(change_rows: Callable[[PooledRows], PooledRows | None]) -> Callable[[ModelRunnerOutput], Any]:
-    return lambda result: change(result, pooled=change_rows(result.pooled))
+def with_pooled(change_rows: Callable[[Any], SideRows | None]) -> Callable[[ModelRunnerOutput], Any]:
+    return lambda result: with_rows(result, POOLED, change_rows(find_rows(result.side, POOLED)))
 
 
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
         (with_pooled(lambda rows: None), "no pooled rows for handles"),
-        (with_pooled(lambda rows: rows.take([0])), "no pooled rows for handles"),
-        (with_pooled(lambda rows: change(rows, handles=[rows.handles[0]] * 3)), "no pooled rows"),
-        (with_pooled(lambda rows: PooledRows.of([*rows.parts(), rows.parts()[0]])), "occurs twice"),
-        (with_pooled(lambda rows: change(rows, handles=[*rows.handles[:2], 99])), "no pooled rows"),
-        (with_pooled(lambda rows: PooledRows.of([*rows.parts(), (99, 0, np.zeros((1, 6), np.float32))])), "has none"),
-        (with_pooled(lambda rows: change(rows, starts=[1, 1, 1])), "start, count and width"),
-        (with_pooled(lambda rows: change(rows, widths=[1, 1, 1])), "values, expected"),
-        (with_pooled(lambda rows: PooledRows.of([(h, s, r[:, :-1]) for h, s, r in rows.parts()])), "width"),
-        (with_pooled(lambda rows: PooledRows.of([(h, s, r[:0]) for h, s, r in rows.parts()])), "count"),
-        (with_pooled(lambda rows: change(rows, counts=[-1, 1, 1])), "negative"),
-        (with_pooled(lambda rows: change(rows, counts=[1])), "numbers"),
+        (with_pooled(lambda rows: rows.first_rows([1, 0, 0])), "no pooled rows for handles"),
+        (with_pooled(lambda rows: change(rows, handles=[rows.handles[0]] * 3)), "occurs twice"),
+        (with_pooled(lambda rows: change(rows, handles=[*rows.handles[:2], 99])), "has none"),
+        (with_pooled(lambda rows: SideRows.of(POOLED, [*rows.parts(), (99, 0, [np.zeros((1, 6), "f4")])])), "has none"),
+        (with_pooled(lambda rows: change(rows, starts=[1, 1, 1])), "expected rows 0 to"),
+        (with_pooled(lambda rows: change(rows, widths=[1, 1, 1])), "expected sizes"),
+        (with_pooled(lambda rows: SideRows.of(POOLED, [(h, s, [r[:, :-1]]) for h, s, (r,) in rows.parts()])), "values"),
+        (with_pooled(lambda rows: SideRows.of(POOLED, [(h, s, [r[:0]]) for h, s, (r,) in rows.parts()])), "range"),
+        (with_pooled(lambda rows: change(rows, counts=[-1, 1, 1])), "range"),
+        (with_pooled(lambda rows: change(rows, counts=[1, 1])), "numbers"),
         (lambda result: change(result, bad=[99]), "bad or failed"),
     ],
 )
@@ -382,7 +382,7 @@ def test_missing_rows_of_a_chunk_are_a_fault_of_the_worker() -> None:
     driver.add("a", LONG, pooling=EACH)
     driver.schedule()
     driver.execute()
-    assert driver.deliver_damaged(lambda result: change(result, pooled=None))
+    assert driver.deliver_damaged(lambda result: change(result, side=[]))
     driver.finish()
     check_ended(driver, "a", rows_of(LONG, each=True))
 
@@ -394,9 +394,9 @@ def test_missing_rows_of_a_chunk_are_a_fault_of_the_worker() -> None:
         lambda rows: change(rows, starts=[1]),
         lambda rows: change(rows, starts=[-1]),
         lambda rows: change(rows, counts=[1]),
-        lambda rows: RoutedExperts.of([*rows.parts(), (rows.handles[0], 0, np.zeros((1, 9), np.int32))]),
+        lambda rows: SideRows.of(ROUTED_EXPERTS, [*rows.parts(), (rows.handles[0], 0, [np.zeros((1, 9), np.int32)])]),
         lambda rows: change(rows, handles=[1]),  # which did not request them
-        lambda rows: RoutedExperts.of([(handle, start, part[:, :1]) for handle, start, part in rows.parts()]),
+        lambda rows: SideRows.of(ROUTED_EXPERTS, [(h, start, [part[:, :1]]) for h, start, (part,) in rows.parts()]),
     ],
 )
 def test_wrong_routed_experts_are_a_fault_of_the_worker(damage: Callable[[Any], Any]) -> None:
@@ -405,7 +405,7 @@ def test_wrong_routed_experts_are_a_fault_of_the_worker(damage: Callable[[Any], 
     driver.add("b", LONG[:3], max_tokens=3)
     driver.schedule()
     driver.execute()
-    assert driver.deliver_damaged(lambda result: change(result, routed_experts=damage(result.routed_experts)))
+    assert driver.deliver_damaged(lambda result: change(result, side=[damage(result.side[0])]))
     driver.finish()
     assert len(driver.answers["a"].experts) == len(LONG) + 2 and not driver.answers["b"].experts
 

@@ -10,7 +10,7 @@ from scheduler_load import prompt_logprobs_of
 
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
-from quire.protocol.wire.logprobs import LogprobArrays, PromptLogprobs
+from quire.protocol.wire.side_rows import PROMPT_LOGPROBS, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.scheduler import WorkerFault
 
@@ -44,9 +44,9 @@ def test_prefill_step_sends_prompt_logprobs_and_introduces_the_request() -> None
     ((_, message),) = driver.messages
     assert isinstance(message, StepOutputs) and message.handles is None and message.tokens is None
     assert [i.request_id for i in message.introduced] == ["a"]
-    part = message.prompt_logprobs
-    assert part is not None and (part.handles, part.starts, part.counts) == ([0], [1], [8])
-    assert part.arrays.token_ids.tolist() == LONG[1:9] and part.arrays.ranks.tolist() == [1] * 8
+    (part,) = message.side
+    assert (part.kind, part.handles, part.starts, part.counts) == (PROMPT_LOGPROBS.number, [0], [1], [8])
+    assert [array.tolist() for array in part.ints] == [LONG[1:9], [1] * 8]
 
 
 def test_no_prompt_logprobs_for_an_aborted_request() -> None:
@@ -89,7 +89,8 @@ def test_prompt_logprobs_disable_prefix_cache_hits(layout: KVLayout) -> None:
     assert driver.answers["again"].prompt_logprobs == prompt_logprobs_of([*LONG, 7])
 
 
-ARRAYS = LogprobArrays(ints(1, 9, 2, 9, 3, 9), np.zeros(6, np.float32), ints(1, 2, 3), 2)
+ARRAYS = [ints(1, 9, 2, 9, 3, 9), ints(1, 2, 3)]
+ROWS = SideRows(PROMPT_LOGPROBS.number, [0], [1], [3], [2], ARRAYS, [np.zeros(6, np.float32)])
 
 
 def good() -> ModelRunnerOutput:
@@ -98,7 +99,7 @@ def good() -> ModelRunnerOutput:
         1,
         ints(10, 11),
         ints(0, 1),
-        prompt_logprobs=PromptLogprobs([0], [1], [3], ARRAYS),
+        side=[ROWS],
     )
 
 
@@ -110,35 +111,43 @@ def requested() -> Driver:
     return driver
 
 
-def arrays(**fields: Any) -> PromptLogprobs:
-    return PromptLogprobs([0], [1], [3], change(ARRAYS, **fields))
-
-
-WRONG: dict[str, PromptLogprobs] = {
-    "an unknown request": PromptLogprobs([7], [1], [3], ARRAYS),
-    "a request without prompt logprobs": PromptLogprobs([1], [1], [3], ARRAYS),
-    "a request twice": PromptLogprobs([0, 0], [1, 2], [1, 2], ARRAYS),
-    "more than the prompt": PromptLogprobs([0], [2], [3], ARRAYS),
-    "the first token": PromptLogprobs([0], [0], [3], ARRAYS),
-    "an empty part": PromptLogprobs([0], [1], [0], ARRAYS),
-    "lists of different lengths": PromptLogprobs([0], [1, 2], [3], ARRAYS),
-    "no width": arrays(width=0),
-    "too few entries": arrays(values=np.zeros(5, np.float32)),
-    "no ranks": arrays(ranks=ints()),
-    "a token outside of the vocabulary": arrays(token_ids=ints(1, 9, 2, 9, 3, 1000)),
-    "a negative token": arrays(token_ids=ints(1, 9, 2, 9, 3, -1)),
-}
+WRONG: dict[str, list[SideRows]] = {
+    name: [change(ROWS, **fields)]
+    for name, fields in {
+        "an unknown kind": {"kind": 77},
+        "an unknown request": {"handles": [7]},
+        "no request": {"handles": []},
+        "a request without prompt logprobs": {"handles": [1]},
+        "a request twice": {"handles": [0, 0], "starts": [1, 2], "counts": [1, 2]},
+        "more than the prompt": {"starts": [2]},
+        "the first token": {"starts": [0]},
+        "an empty part": {"counts": [0]},
+        "lists of different lengths": {"starts": [1, 2]},
+        "an empty list": {"widths": []},
+        "no width": {"widths": [0]},
+        "another width than requested": {
+            "widths": [1],
+            "ints": [ints(1, 2, 3), ARRAYS[1]],
+            "floats": [np.zeros(3, "f4")],
+        },
+        "more rows than there can be": {"counts": [2**62]},
+        "too few entries": {"floats": [np.zeros(5, np.float32)]},
+        "no values": {"floats": []},
+        "no ranks": {"ints": [ARRAYS[0], ints()]},
+        "an array too many": {"ints": [*ARRAYS, ints()]},
+        "a token outside of the vocabulary": {"ints": [ints(1, 9, 2, 9, 3, 1000), ARRAYS[1]]},
+        "a negative token": {"ints": [ints(1, 9, 2, 9, 3, -1), ARRAYS[1]]},
+    }.items()
+} | {"two parts of one kind": [ROWS, ROWS]}
 
 
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_refuses_invalid_prompt_logprobs_without_change(wrong: PromptLogprobs) -> None:
+def test_refuses_invalid_prompt_logprobs_without_change(wrong: list[SideRows]) -> None:
     driver = requested()
     before = driver.scheduler.statistics()
-    with pytest.raises(WorkerFault, match=r"result of step 1: .*(logprob|log probabilit)"):
-        driver.scheduler.consume(change(good(), prompt_logprobs=wrong))
+    with pytest.raises(WorkerFault, match=r"result of step 1: "):
+        driver.scheduler.consume(change(good(), side=wrong))
     assert driver.scheduler.statistics() == before and driver.scheduler.take_messages() == []
     driver.scheduler.consume(good())
     ((_, message),) = driver.scheduler.take_messages()
-    part = message.prompt_logprobs
-    assert (part.handles, part.starts, part.counts, part.arrays.width) == ([0], [1], [3], 2)
-    assert part.arrays.token_ids.tolist() == [1, 9, 2, 9, 3, 9]
+    assert message.side == [ROWS]

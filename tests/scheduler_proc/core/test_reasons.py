@@ -10,7 +10,7 @@ from load_choices import compute_front, split
 from scheduler_driver import Driver, change
 
 from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics
-from quire.protocol.wire.side_arrays import MAX_STEP_SIDE_BYTES
+from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.policies import QUIRE, Policies
 from quire.scheduler_proc.core.scheduler import WorkerFault

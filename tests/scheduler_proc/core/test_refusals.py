@@ -4,11 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_worker import logprob_rows
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens, make_request
+from side_parts import side_rows
 
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, TokenLogprobs
+from quire.protocol.wire.logprobs import TokenLogprobs
+from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 
 
@@ -120,13 +123,6 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-LOGPROBS = LogprobArrays(ints(5, 6), np.array([-1.0, -2.0], np.float32), ints(1), 2)
-
-
-def logprobs(*rows: int, **fields: Any) -> dict[str, Any]:
-    return {"logprobs": Logprobs(list(rows), change(LOGPROBS, **fields))}
-
-
 GOOD = ModelRunnerOutput(1, ints(10, 11), ints(0, 1))
 
 
@@ -142,8 +138,8 @@ def test_logprobs_are_sent_to_the_client_of_their_token() -> None:
     for client, name in enumerate("ab"):
         driver.add(name, [1, client], client=client, max_tokens=9, logprobs=client or None)
     driver.schedule()
-    driver.scheduler.consume(change(GOOD, **logprobs(1)))
+    driver.scheduler.consume(change(GOOD, side=[side_rows(LOGPROBS, (1, 0, logprob_rows([[(5, -1.0), (6, -2.0)]])))]))
     messages = dict(driver.scheduler.take_messages())
-    assert messages[0].logprobs is None
-    assert messages[1].logprobs.rows == [0]
-    assert messages[1].logprobs.arrays.entries() == [TokenLogprobs(5, -1.0, 1, [(6, -2.0)])]
+    assert messages[0].side == []
+    ((handle, start, rows),) = messages[1].side[0].parts()
+    assert (handle, start, LOGPROBS.value(rows)) == (1, 0, [TokenLogprobs(5, -1.0, 1, [(6, -2.0)])])

@@ -42,7 +42,7 @@ def test_vectors_of_all_tokens(is_encoder: bool, monkeypatch: pytest.MonkeyPatch
     for number in range(6):
         driver.add(f"e{number}", [*PROMPT[1:], number], pooling=PoolingParams("token_embed"))
     driver.add("last", PROMPT, pooling=PoolingParams())
-    sizes = [result.pooled.values.nbytes for result in results_of(driver) if result.pooled is not None]
+    sizes = [rows.floats[0].nbytes for result in results_of(driver) for rows in result.side]
     assert sizes == ([40 * 24, 40 * 24, 41 * 24] if is_encoder else [50 * 24, 50 * 24, 21 * 24])
     for number in range(6):
         answer = driver.answers[f"e{number}"]
@@ -56,7 +56,7 @@ def test_one_vector_of_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(pooling=POOLING, max_num_batched_tokens=512, max_num_seqs=16)
     for number in range(7):
         driver.add(f"e{number}", [*PROMPT, number], pooling=PoolingParams())
-    sizes = [len(result.pooled) for result in results_of(driver) if result.pooled is not None]
+    sizes = [len(rows) for result in results_of(driver) for rows in result.side]
     assert sizes == [3, 3, 1]
 
 
@@ -69,7 +69,7 @@ def test_routed_experts_of_prefix_hits_and_forks(monkeypatch: pytest.MonkeyPatch
     for number in range(5):
         driver.add(f"r{number}", [*PROMPT, number], max_tokens=9, return_routed_experts=True)
         driver.add(f"f{number}", [], forked_from="first", max_tokens=9, return_routed_experts=True)
-    largest = max(len(result.routed_experts.values) for result in results_of(driver) if result.routed_experts)
+    largest = max(len(rows.ints[0]) for result in results_of(driver) for rows in result.side)
     assert largest <= (3 * 21 + 16) * 2, "decoding requests add a row each"
     prompts = {"first": PROMPT} | {f"r{number}": [*PROMPT, number] for number in range(5)}
     for name, prompt in prompts.items():

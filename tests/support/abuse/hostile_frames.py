@@ -29,7 +29,7 @@ from quire.protocol.wire.front_end_messages import (
     Stop,
 )
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs
+from quire.protocol.wire.side_rows import SideRows
 from quire.protocol.wire.worker_messages import (
     Configure,
     Digest,
@@ -83,7 +83,7 @@ def directions(config: Any) -> dict[str, tuple[Any, list[Any]]]:
     new = NewRequestData(4, "r4", 5, 5, 0, [2], SamplingParams(top_k=3), 9)
     floats = np.array([-0.5, -1.5], np.float32)
     result = ModelRunnerOutput(
-        3, ints(300), ints(300), logprobs=Logprobs([0], LogprobArrays(ints(2), floats, ints(1), 2)),
+        3, ints(300), ints(300), side=[SideRows(1, [0], [0], [1], [2], [ints(2), ints(1)], [floats])],
         bad=[1], seconds=0.01, failed=[(2, "why")],
     )  # fmt: skip
     return {

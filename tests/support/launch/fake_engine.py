@@ -130,7 +130,7 @@ def fake_prompt_logprobs(prompt: list[int]) -> LogprobArrays:
     num_tokens = len(prompt) - 1
     ids = np.array([[token, 5, 6] for token in prompt[1:]], np.int32)
     values = np.array([[-float(i), -0.25, -np.inf] for i in range(1, num_tokens + 1)], np.float32)
-    return LogprobArrays.of(ids, values, np.arange(2, num_tokens + 2, dtype=np.int32))
+    return LogprobArrays(ids, values, np.arange(2, num_tokens + 2, dtype=np.int32))
 
 
 @dataclass

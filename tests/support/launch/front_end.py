@@ -77,7 +77,7 @@ class EndlessSequence(PulledSequence):
         if self.params.prompt_logprobs is None:
             return None
         shape = (len(self.prompt) - 1, 1 + self.params.prompt_logprobs)
-        return LogprobArrays.of(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(shape[0], np.int32))
+        return LogprobArrays(np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.ones(shape[0], np.int32))
 
     def stop_at(self, num_output_tokens: int) -> None:
         self.abort()

@@ -15,12 +15,12 @@ import numpy as np
 from fake_adapters import FakeAdapters
 from fake_pages import FakePages
 from log_replay import appended_blocks
+from side_parts import with_rows
 
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.wire.logprobs import LogprobArrays, Logprobs, PromptLogprobs
-from quire.protocol.wire.side_arrays import PooledRows, RoutedExperts
+from quire.protocol.wire.side_rows import LOGPROBS, POOLED, PROMPT_LOGPROBS, ROUTED_EXPERTS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 64) - 1
@@ -217,8 +217,8 @@ class FakeWorker:
         for chunk in chunks:
             self._read(chunk)
         prompts = self._prompt_logprobs(chunks)
-        result = msgspec.structs.replace(self._sample(chunks), prompt_logprobs=prompts)
-        return msgspec.structs.replace(self._pool(chunks, result), routed_experts=self._routed_experts(chunks))
+        result = self._pool(chunks, with_rows(self._sample(chunks), PROMPT_LOGPROBS, prompts))
+        return with_rows(result, ROUTED_EXPERTS, self._routed_experts(chunks))  # type: ignore[no-any-return]
 
     def _pool(self, chunks: list[Chunk], result: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the result with the pooled rows. Those of bad requests are not numbers; failed ones have none."""
@@ -242,38 +242,31 @@ class FakeWorker:
             if chunk.pools and self.failed_at.get(row.request_id) == 0:
                 failed.append((row.handle, "no reason"))
                 continue
-            parts.append((row.handle, chunk.start if each else 0, rows))
-        return msgspec.structs.replace(result, pooled=PooledRows.of(parts) if parts else None, bad=bad, failed=failed)
+            parts.append((row.handle, chunk.start if each else 0, [rows]))
+        result = msgspec.structs.replace(result, bad=bad, failed=failed)
+        return with_rows(result, POOLED, SideRows.of(POOLED, parts))  # type: ignore[no-any-return]
 
-    def _routed_experts(self, chunks: list[Chunk]) -> RoutedExperts | None:
+    def _routed_experts(self, chunks: list[Chunk]) -> SideRows | None:
         """Return those of the positions of each sampling row that were not sent yet. Rows must be settled."""
         parts = []
         for chunk in chunks:
             row = chunk.row
             if row.num_routed >= 0 and chunk.samples and row.num_computed > row.num_routed:
                 rows = [routed_row(context) for context in row.contexts[row.num_routed : row.num_computed]]
-                parts.append((row.handle, row.num_routed, np.array(rows, np.int32)))
+                parts.append((row.handle, row.num_routed, [np.array(rows, np.int32)]))
                 row.num_routed = row.num_computed
-        return RoutedExperts.of(parts) if parts else None
+        return SideRows.of(ROUTED_EXPERTS, parts)
 
-    def _prompt_logprobs(self, chunks: list[Chunk]) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, chunks: list[Chunk]) -> SideRows | None:
         """Return a part for each chunk that has a successor in its prompt: see ``prompt_logprob``."""
-        parts: list[tuple[Row, int, int]] = []
+        parts: list[tuple[int, int, Rows]] = []
         for chunk in chunks:
-            row, end = chunk.row, min(chunk.start + chunk.num_known + 1, chunk.row.num_prompt_tokens)
-            if row.prompt_width and end > chunk.start + 1:
-                parts.append((row, chunk.start + 1, end))
-        if not parts:
-            return None
-        width = max(row.prompt_width for row, _, _ in parts)
-        of = [
-            (row.tokens[at], prompt_logprob(row.contexts[at])) for row, start, end in parts for at in range(start, end)
-        ]
-        token_ids, values = (np.repeat(column, width) for column in zip(*of, strict=True))
-        arrays = LogprobArrays(token_ids.astype(np.int32), values.astype(np.float32), np.ones(len(of), np.int32), width)
-        return PromptLogprobs(
-            [r.handle for r, _, _ in parts], [s for _, s, _ in parts], [e - s for _, s, e in parts], arrays
-        )
+            row, start = chunk.row, chunk.start + 1
+            end = min(start + chunk.num_known, row.num_prompt_tokens)
+            if row.prompt_width and end > start:
+                found = [(row.tokens[at], prompt_logprob(row.contexts[at])) for at in range(start, end)]
+                parts.append((row.handle, start, logprob_rows([[each] * row.prompt_width for each in found])))
+        return SideRows.of(PROMPT_LOGPROBS, parts)
 
     def _apply(self, diff: SchedulerOutput) -> None:
         if diff.removed or diff.new_requests:
@@ -494,7 +487,7 @@ class FakeWorker:
     def _sample(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         handles, tokens, counts, bad, drafts = [], [], [], [], []
         failed = []
-        logprobs: dict[int, list[tuple[int, float]]] = {}
+        logprobs: list[tuple[int, int, Rows]] = []
         for chunk in chunks:
             row, sampled = chunk.row, self._settle(chunk)
             if not sampled:
@@ -502,7 +495,7 @@ class FakeWorker:
             if row.num_candidates:
                 context = row.contexts[-2] ^ self.adapters.mix(row.adapter)
                 found = candidates_after(context, row.num_candidates, self.vocab_size)
-                logprobs[len(tokens)] = [(sampled[0], 0.0), *found]
+                logprobs.append((row.handle, 0, logprob_rows([[(token, 0.0), *found] for token in sampled])))
             num_output = len(row.tokens) - row.num_prompt_tokens
             once = (row.request_id, num_output)
             if num_output > self.bad_from.get(client_id(row.request_id), 1 << 40) or once in self.bad_once:
@@ -525,7 +518,7 @@ class FakeWorker:
             seconds=self.step_seconds(sum(c.end - c.start for c in chunks), sum(drafts)),
             drafts=np.array(drafts, np.int32) if any(drafts) else None,
             failed=failed,
-            logprobs=_logprobs(logprobs),
+            side=[rows for rows in [SideRows.of(LOGPROBS, logprobs)] if rows is not None],
         )
 
 
@@ -534,12 +527,7 @@ def client_id(request_id: str) -> str:
     return request_id.split("/", 1)[0]
 
 
-def _logprobs(found: dict[int, list[tuple[int, float]]]) -> Logprobs | None:
-    """``found``: (token, log probability) of the token itself and of the most likely ones, by index of the token."""
-    if not found:
-        return None
-    width = max(map(len, found.values()))
-    filled = [own + own[-1:] * (width - len(own)) for own in found.values()]
-    ids = np.array([[token for token, _ in own] for own in filled], np.int32)
-    values = np.array([[value for _, value in own] for own in filled], np.float32)
-    return Logprobs(list(found), LogprobArrays.of(ids, values, np.ones(len(found), np.int32)))
+def logprob_rows(found: list[list[tuple[int, float]]]) -> Rows:
+    """``found``: (token, log probability) of the token itself and of the most likely ones, for each token."""
+    ids, values = (np.array([[each[at] for each in own] for own in found], t) for at, t in ((0, np.int32), (1, "f4")))
+    return [ids, np.ones((len(found), 1), np.int32), values]

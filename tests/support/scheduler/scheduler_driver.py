@@ -16,6 +16,7 @@ from fake_adapters import mix_of
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 from lines_in_memory import numbered, record_log
 from memory_channel import memory_pair
+from side_parts import parts_of
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
@@ -36,6 +37,7 @@ from quire.protocol.wire.front_end_messages import (
     StepOutputs,
     Stop,
 )
+from quire.protocol.wire.side_rows import POOLED, PROMPT_LOGPROBS, ROUTED_EXPERTS
 from quire.protocol.wire.timeline import TimelineEvent
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
@@ -501,21 +503,16 @@ class Driver:
                     self.statistics_seen.append(message)
 
     def _take_prompt_logprobs(self, client: int, message: StepOutputs) -> None:
-        told = message.prompt_logprobs
-        if told is None:
-            return
-        entries = [(entry.token_id, entry.logprob) for entry in told.arrays.entries()]
-        for handle, start, count in zip(told.handles, told.starts, told.counts, strict=True):
+        for handle, start, (ids, _, values) in parts_of(message, PROMPT_LOGPROBS):
             answer = self.answers[self._clients[client, handle]]
             assert answer.ended is None, "log probabilities of a prompt after the end"
-            answer.prompt_logprobs |= dict(zip(range(start, start + count), entries[:count], strict=True))
-            del entries[:count]
-        assert not entries
+            own = zip(ids[:, 0].tolist(), values[:, 0].tolist(), strict=True)
+            answer.prompt_logprobs |= dict(enumerate(own, start))
 
     def _take_rows(self, client: int, message: StepOutputs) -> None:
         """Keep pooled rows and routed experts. Repeats must be equal, and there is no gap."""
-        for told, name in ((message.pooled, "pooled"), (message.routed_experts, "experts")):
-            for handle, start, rows in () if told is None else told.parts():
+        for kind, name in ((POOLED, "pooled"), (ROUTED_EXPERTS, "experts")):
+            for handle, start, (rows,) in parts_of(message, kind):
                 answer = self.answers[self._clients[client, handle]]
                 kept = getattr(answer, name)
                 assert answer.ended is None, "rows after the end"

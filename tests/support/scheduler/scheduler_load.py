@@ -14,6 +14,7 @@ from fake_adapters import adapter_ref, mix_of
 from fake_worker import candidates_after, extend_context, pooled_row, prompt_logprob, routed_row
 from log_replay import appended_blocks, describe
 from scheduler_driver import VOCAB_SIZE, Answer, Driver, change, expected_tokens, make_request
+from side_parts import with_rows
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.pooling_config import PoolingConfig
@@ -22,6 +23,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import CallsTool, EndReason, StepOutputs
+from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
 from quire.scheduler_proc.beams.search import BeamSearch
 from quire.scheduler_proc.requests.events import Clock
@@ -769,14 +771,14 @@ def told_to_clients(driver: Driver) -> str:
 
 def damaged(result: ModelRunnerOutput, kind: int) -> ModelRunnerOutput:
     """Return results that no worker that follows the protocol would send."""
-    if (pooled := result.pooled) is not None and kind:
+    if (pooled := find_rows(result.side, POOLED)) is not None and kind:
         handles, starts, widths = pooled.handles, pooled.starts, pooled.widths
         wrong = ([*handles[1:], 999], starts, widths), (handles, [1 + each for each in starts], widths)
         told = *wrong, (handles, starts, [1 + each for each in widths])
         handles, starts, widths = told[kind - 1]
-        return change(result, pooled=change(pooled, handles=handles, starts=starts, widths=widths))
-    if (experts := result.routed_experts) is not None and kind == 1:
-        return change(result, routed_experts=change(experts, widths=[each + 1 for each in experts.widths]))
+        return with_rows(result, POOLED, change(pooled, handles=handles, starts=starts, widths=widths))
+    if (experts := find_rows(result.side, ROUTED_EXPERTS)) is not None and kind == 1:
+        return with_rows(result, ROUTED_EXPERTS, change(experts, widths=[each + 1 for each in experts.widths]))
     if kind == 1 and result.tokens is not None:
         return change(result, tokens=np.append(result.tokens[1:], VOCAB_SIZE).astype(np.int32))
     if kind == 2 and result.tokens is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from dense_attention import DenseBackend
 from model_steps import Rows
+from side_parts import parts_of
 
 from quire.kernels.lora.lora import NO_SLOT
 from quire.protocol.config import EngineConfig
@@ -19,6 +20,7 @@ from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
+from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.parallel.group import TensorParallel
@@ -129,10 +131,10 @@ class AdapterRunner:
             self._sampling = result.handles.tolist()
         if result.tokens is None:
             return []
-        _, values, _ = result.logprobs.arrays.columns()
-        for handle, token, own in zip(self._sampling, result.tokens.tolist(), values, strict=True):
+        found = {handle: values for handle, _, (_, _, values) in parts_of(result, LOGPROBS)}
+        for handle, token in zip(self._sampling, result.tokens.tolist(), strict=True):
             answers[handles[handle]][0].append(token)
-            answers[handles[handle]][1].append(own.tobytes())
+            answers[handles[handle]][1].append(found[handle].tobytes())
         return [handle for handle in self._sampling if len(answers[handles[handle]][0]) == num_tokens]
 
 

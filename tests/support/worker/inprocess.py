@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 from grammar_manager_case import sample_inputs
 from memory_channel import memory_pair
+from side_parts import parts_of
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
@@ -24,6 +25,7 @@ from quire.protocol.wire.front_end_messages import (
     Statistics,
     StepOutputs,
 )
+from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.requests.events import Hold
@@ -162,12 +164,8 @@ class InProcessEngine:
         return self.answers
 
     def _collect_logprobs(self, message: StepOutputs) -> None:
-        if message.logprobs is None:
-            return
-        _, values, _ = message.logprobs.arrays.columns()
-        owners = _owners(message)
-        for row, own in zip(message.logprobs.rows, values, strict=True):
-            self.answers[self._handles[owners[row]]].logprobs.append(own.tobytes())
+        for handle, _, (_, _, values) in parts_of(message, LOGPROBS):
+            self.answers[self._handles[handle]].logprobs += [own.tobytes() for own in values]
 
     def statistics(self) -> Statistics:
         return self.scheduler.statistics()

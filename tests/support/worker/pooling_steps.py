@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from side_parts import parts_of
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.adapter import read_adapter
@@ -19,6 +20,7 @@ from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
+from quire.protocol.wire.side_rows import POOLED
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.parallel.group import TensorParallel
@@ -142,7 +144,7 @@ class PoolingRunner:
             counts = {handle: min(chunk, rest) if rest else 1 for handle, rest in left.items()}
             result = self.step(**fields, counts=[(handle, count) for handle, count in counts.items() if count != 1])
             left = {handle: max(rest - counts[handle], 0) for handle, rest in left.items()}
-            for handle, start, rows in [] if result.pooled is None else result.pooled.parts():
+            for handle, start, (rows,) in parts_of(result, POOLED):
                 assert start == sum(len(part) for part in parts[handle])
                 parts[handle].append(rows)
             ended = [handle for handle, rest in left.items() if not rest and of[handle].params is not None]

@@ -21,6 +21,7 @@ from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.wire.side_rows import SIDE_KINDS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SampleInputs, SchedulerOutput
 from quire.worker_proc.adapters.packed import pack_adapter
 from quire.worker_proc.attention import triton_backend
@@ -156,8 +157,7 @@ def test_sampling_parameters(sampling: dict[str, Any]) -> None:
     with counted() as runner:
         records, result = runner.step(**runner.add(*ROWS, temperature=0.8, **sampling))
         require(records)
-        assert ("logprobs" in sampling) == (result.logprobs is not None)
-        assert ("prompt_logprobs" in sampling) == (result.prompt_logprobs is not None)
+        assert {"logprobs", "prompt_logprobs"} & {*sampling} == {SIDE_KINDS[rows.kind].field for rows in result.side}
         for _ in range(2):
             require(runner.step()[0])
         require(runner.step(**runner.add((2, [3, 1, 4], [6, 7]), temperature=0.8, **sampling))[0])

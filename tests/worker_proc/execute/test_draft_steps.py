@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from runner_steps import PROMPT, Runner, adding, alone
+from side_parts import parts_of
 
+from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.worker_proc.batch.input_batch import StepRefused
 
@@ -88,9 +90,10 @@ def test_logprobs_of_accepted_tokens_only() -> None:
     drafting(runner, [want[1], (want[2] + 1) % 61, 5])
     result = runner.result(**ask(3, 0))
     assert tokens_of(result) == [want[1:3]]
-    assert result.logprobs is not None and result.logprobs.rows == [0, 1]
-    expected = np.concatenate([r.logprobs.arrays.values for r in single if r.logprobs is not None])
-    np.testing.assert_allclose(result.logprobs.arrays.values, expected, atol=1e-5)
+    ((_, start, (ids, _, values)),) = parts_of(result, LOGPROBS)
+    assert (start, len(ids)) == (0, 2)
+    expected = np.concatenate([own for r in single for _, _, (_, _, own) in parts_of(r, LOGPROBS)])
+    np.testing.assert_allclose(values, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from runner_steps import (
     alone,
     appending,
 )
+from side_parts import parts_of
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import NewRequestData
 
 
@@ -106,9 +108,10 @@ def test_result_has_logprobs_of_the_requesting_rows() -> None:
     fields = adding((0, PROMPT, [1, 2]), (1, [8], [4]))
     fields["new_requests"][1] = NewRequestData(1, "r1", 1, 1, 0, [1], SamplingParams(temperature=0.0, logprobs=2), 7)
     result = runner.result(**fields)
-    assert result.logprobs is not None and result.tokens is not None
-    assert (result.logprobs.rows, result.logprobs.arrays.width) == ([1], 3)
-    (entry,) = result.logprobs.arrays.entries()
+    assert result.tokens is not None
+    ((_, _, rows),) = parts_of(result, LOGPROBS)
+    assert rows[0].shape == (1, 3)
+    (entry,) = LOGPROBS.value(rows)
     assert entry.token_id == entry.top[0][0] == result.tokens[1], "greedy: the sampled one is the best one"
     assert entry.rank == 1
 

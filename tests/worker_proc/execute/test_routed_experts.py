@@ -39,9 +39,9 @@ class RoutedEngine(InProcessEngine):
     def _execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
         result = super()._execute(diff)
         names = {request.handle: request.request_id for request in self.scheduler.table.requests.values()}
-        if result.routed_experts is not None:
-            assert result.routed_experts.shape_error() is None
-            for handle, start, rows in result.routed_experts.parts():
+        for side in result.side:
+            assert side.shape_error() is None
+            for handle, start, (rows,) in side.parts():
                 if handle not in names:
                     continue  # it has ended
                 known = self.rows.setdefault(names[handle], [])
@@ -143,11 +143,11 @@ def test_first_rank_alone_reports(checkpoint_factory: Checkpoints) -> None:
         layout = kv_layout(config.model, 4, "float32")
         runner, _ = make_runner(ranks, layout, group=rank)
         step = adding((0, LONG, list(range(1, 11))), return_routed_experts=True)
-        return runner.execute(SchedulerOutput(1, **step)).result().routed_experts, runner.forward.experts
+        return runner.execute(SchedulerOutput(1, **step)).result().side, runner.forward.experts
 
-    (reported, _), (nothing, table) = on_ranks(2, work)
-    assert nothing is None and table is None
-    assert reported.values.reshape(40, -1).tolist() == experts_of(model, LONG)
+    ((reported,), _), (nothing, table) = on_ranks(2, work)
+    assert nothing == [] and table is None
+    assert reported.ints[0].reshape(40, -1).tolist() == experts_of(model, LONG)
 
 
 MOE = MoeConfig(num_experts=300, num_experts_per_token=3, intermediate_size=8, layers=[1])
@@ -159,26 +159,25 @@ def test_result_that_is_too_large_fails_its_request(monkeypatch: pytest.MonkeyPa
     runner = experts_runner()
     rows = (0, [1, 2, 3], [1, 2]), (1, [4] * 8, [3, 4, 5]), (2, [5, 6], [6])
     result = runner.result(**adding(rows[0], rows[1], return_routed_experts=True))
-    assert result.routed_experts is not None and result.routed_experts.handles == [0]
+    assert [rows.handles for rows in result.side] == [[0]]
     assert [handle for handle, _ in result.failed] == [1] and "exceed" in result.failed[0][1]
     result = runner.result(removed=[1], **adding(rows[2], return_routed_experts=True))
-    assert result.routed_experts is not None and not result.failed
-    parts = [(handle, start, len(rows)) for handle, start, rows in result.routed_experts.parts()]
+    assert not result.failed
+    parts = [(handle, start, len(rows)) for handle, start, (rows,) in result.side[0].parts()]
     assert parts == [(0, 3, 1), (2, 0, 2)]
 
 
 def test_ids_above_255() -> None:
     step = adding((0, list(range(1, 25)), [1, 2, 3, 4, 5, 6]), return_routed_experts=True)
-    reported = experts_runner().result(**step).routed_experts
-    assert reported is not None and len(reported.values) == 24 * 3
-    assert 255 < reported.values.max() < 300
+    (reported,) = experts_runner().result(**step).side
+    assert len(reported.ints[0]) == 24 * 3 and 255 < reported.ints[0].max() < 300
 
 
 def test_nothing_is_kept_without_the_flag() -> None:
     runner = experts_runner(enable_return_routed_experts=False)
     assert runner.runner.forward.experts is None
     step = adding((0, [1, 2, 3], [1, 2]), return_routed_experts=True)
-    assert runner.result(**step).routed_experts is None
+    assert not runner.result(**step).side
 
 
 def test_memory_plan_has_the_table() -> None:

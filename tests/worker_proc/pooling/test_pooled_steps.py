@@ -64,10 +64,9 @@ def test_one_copy_in_one_copy_out_and_no_wait(name: str) -> None:
             assert (kinds.count("copy in"), kinds.count("copy out")) == (1, 1)
             device.finish()
             result = pending.result()
-            assert result.pooled is not None
             tokens = [] if result.tokens is None else result.tokens.tolist()
             assert len(tokens) == (number == 2 and generates)
-            assert sorted(result.pooled.handles) == {1: [1, 2], 2: [0]}[number]
+            assert sorted(result.side[0].handles) == {1: [1, 2], 2: [0]}[number]
 
 
 @pytest.mark.full

@@ -151,8 +151,7 @@ def test_prefixes_of_other_requests_are_read(folders: Folders) -> None:
     queries = [held[:96] + PROMPTS[1], held[:288] + PROMPTS[0]]
     shared = {2: Pooled(queries[0], prefix=1, num_shared=96), 3: Pooled(queries[1], prefix=1, num_shared=288)}
     result = runner.step(parked=[1], **runner.adding(shared), counts=[(2, 40)])
-    assert result.pooled is not None
-    got = np.concatenate([rows for _, _, rows in sorted(result.pooled.parts(), key=lambda part: part[0])])
+    got = np.concatenate([rows for _, _, (rows,) in sorted(result.side[0].parts(), key=lambda part: part[0])])
     np.testing.assert_allclose(got, reference.vectors(queries), atol=1e-4)
 
 
@@ -298,12 +297,12 @@ def test_rows_that_are_not_finite_are_bad(folders: Folders) -> None:
     for cache in runner.runner.forward.kv_caches:
         cache[:, first] = float("nan")
     result = runner.step(counts=[(1, 24), (2, 1), (3, 47)])
-    assert result.bad == [1] and result.pooled is not None and sorted(result.pooled.handles) == [1, 2, 3]
+    assert result.bad == [1] and sorted(result.side[0].handles) == [1, 2, 3]
     fields = runner.adding({4: Pooled(PROMPTS[1])})
     runner.step(**fields | {"removed": [1, 2, 3]}, counts=[(4, 40)])
-    again = runner.results[-1].pooled
-    assert again is not None and not runner.results[-1].bad
-    np.testing.assert_allclose(again.parts()[0][2][0], reference.vectors(PROMPTS[1:2])[0], atol=1e-4)
+    ((_, _, (again,)),) = runner.results[-1].side[0].parts()
+    assert not runner.results[-1].bad
+    np.testing.assert_allclose(again[0], reference.vectors(PROMPTS[1:2])[0], atol=1e-4)
 
 
 def test_parked_and_moved_rows_keep_their_sums(folders: Folders) -> None:
@@ -314,8 +313,7 @@ def test_parked_and_moved_rows_keep_their_sums(folders: Folders) -> None:
     runner.step(removed=[1], parked=[3], counts=[(2, 5)])
     runner.step(unparked=[3], parked=[2], counts=[(3, 30)])
     last = runner.step(unparked=[2], counts=[(2, 15), (3, 13)])
-    assert last.pooled is not None
-    got = {handle: rows[0] for handle, _, rows in last.pooled.parts()}
+    got = {handle: rows[0] for handle, _, (rows,) in last.side[0].parts()}
     want = reference.vectors([PROMPTS[1], PROMPTS[5]])
     np.testing.assert_allclose(got[2], want[0], atol=1e-4)
     np.testing.assert_allclose(got[3], want[1], atol=1e-4)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from model_steps import Rows
 from runner_steps import Runner, adding
+from side_parts import parts_of
 
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.side_rows import PROMPT_LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.models.decoder import Decoder
@@ -23,29 +25,25 @@ Reported = dict[int, dict[int, tuple[list[int], list[float], int]]]
 def gather(results: list[ModelRunnerOutput]) -> Reported:
     reported: Reported = {}
     for result in results:
-        head = result.prompt_logprobs
-        if head is None:
-            continue
-        rows = iter(zip(*(column.tolist() for column in head.arrays.columns()), strict=True))
-        for handle, start, count in zip(head.handles, head.starts, head.counts, strict=True):
+        for handle, start, (ids, ranks, values) in parts_of(result, PROMPT_LOGPROBS):
             own = reported.setdefault(handle, {})
-            for position in range(start, start + count):
+            rows = zip(ids.tolist(), values.tolist(), ranks[:, 0].tolist(), strict=True)
+            for position, found in enumerate(rows, start):
                 assert position not in own, "reported twice"
-                own[position] = next(rows)
-        assert next(rows, None) is None
+                own[position] = found
     return reported
 
 
 def check(
     model: Decoder, reported: dict[int, tuple[list[int], list[float], int]], prompt: list[int], num_best: int
 ) -> None:
-    """Compare with the model. A step reports the highest number that a request asks for; use the first ``num_best``."""
+    """Compare with the model."""
     logits = Rows(model, [len(prompt)], CpuBackend(native=False)).step({0: torch.tensor(prompt)})[0]
     want = torch.log_softmax(logits.double(), -1)
     assert sorted(reported) == list(range(1, len(prompt)))
     for position, (ids, values, rank) in reported.items():
         row = want[position - 1]
-        assert len(ids) >= 1 + num_best
+        assert len(ids) == 1 + num_best
         assert ids[0] == prompt[position]
         assert ids[1 : 1 + num_best] == row.argsort(descending=True)[:num_best].tolist()
         assert values == pytest.approx(row[ids].tolist(), abs=1e-4)
@@ -86,7 +84,7 @@ def test_prompt_in_prefill_chunks(piece: int, monkeypatch: pytest.MonkeyPatch) -
     reported = gather(results)
     assert list(reported) == [3]
     check(model_of(runner), reported[3], A, 4)
-    assert results[-1].prompt_logprobs is None and results[-2].prompt_logprobs is None
+    assert not results[-1].side and not results[-2].side
 
 
 def test_requests_with_different_numbers_of_prompt_logprobs() -> None:
