@@ -98,7 +98,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class Command(NamedTuple):
+class Subcommand(NamedTuple):
     """One command: its help line, the function that adds its flags to a parser, and the function that runs it."""
 
     text: str
@@ -280,69 +280,69 @@ BENCHMARKS = {
 }
 """Each is a module of ``quire.bench`` and has its flags in ``flags.py``."""
 OFFLINE_BENCHMARKS = ("engine", "embed", "beams")
-RUNNERS = {"scheduler": "scheduler.command"}
+RUNNERS = {"scheduler": "scheduler.scheduler"}
 COMMANDS = {
-    "serve": Command("Serve a model over an OpenAI-compatible HTTP interface.", _add_serve_flags, _serve),
-    "generate": Command(
+    "serve": Subcommand("Serve a model over an OpenAI-compatible HTTP interface.", _add_serve_flags, _serve),
+    "generate": Subcommand(
         "Complete raw text in the terminal.", _add_generate_flags, _with_options("launch.offline.terminal:generate")
     ),
-    "chat": Command(
+    "chat": Subcommand(
         "Answer a message through the model's chat template; without --prompt, each line of input.",
         _add_chat_flags,
         _with_options("launch.offline.terminal:chat"),
     ),
-    "embed": Command(
+    "embed": Subcommand(
         "Write the vectors of the lines of a file, with an own engine or a running server.",
         _add_embed_flags,
         _with_options("launch.offline.embed_command:run"),
     ),
-    "check": Command(
+    "check": Subcommand(
         "Show what a checkpoint can do, and what its files lose of requests; exit with 1 if anything.",
         _add_check_flags,
         _lazy("launch.check:run"),
     ),
-    "run-batch": Command(
+    "run-batch": Subcommand(
         "Answer a file of requests, with an own engine or a running server.",
-        _lazy("launch.run_batch.command:add_flags"),
-        _lazy("launch.run_batch.command:run"),
+        _lazy("launch.run_batch.run_batch:add_flags"),
+        _lazy("launch.run_batch.run_batch:run"),
     ),
-    "top": Command(
+    "top": Subcommand(
         "Show what a running server does: requests, tokens per second, KV blocks, times.",
-        _lazy("launch.top.command:add_top_flags"),
-        _lazy("launch.top.command:run"),
+        _lazy("launch.top.watch:add_top_flags"),
+        _lazy("launch.top.watch:run"),
     ),
-    "engines": Command(
+    "engines": Subcommand(
         "List the engines of a running server; add, drain, resume, remove or restart them.",
-        _lazy("launch.fleet.command:add_engines_flags"),
-        _lazy("launch.fleet.command:run"),
+        _lazy("launch.fleet.engine_orders:add_engines_flags"),
+        _lazy("launch.fleet.engine_orders:run"),
     ),
-    "replay": Command(
+    "replay": Subcommand(
         "Replay a trace: exactly as recorded, with other settings, or against a running server.",
         _lazy("replay.arguments:add_replay_flags"),
-        _lazy("replay.command:run"),
+        _lazy("replay.replay:run"),
     ),
-    "node": Command(
+    "node": Subcommand(
         "Run the workers of other machines' servers on this machine's devices.",
-        _lazy("launch.nodes.command:add_node_flags"),
-        _lazy("launch.nodes.command:run"),
+        _lazy("launch.nodes.node:add_node_flags"),
+        _lazy("launch.nodes.node:run"),
     ),
-    "plan": Command(
+    "plan": Subcommand(
         "Find how many engines carry a trace within given latencies, by simulation.",
         _lazy("replay.arguments:add_plan_flags"),
-        _lazy("replay.plan.command:run"),
+        _lazy("replay.plan.plan:run"),
     ),
-    "completion": Command(
+    "completion": Subcommand(
         "Print a script that lets a shell complete commands, flags and values.",
         _lazy("launch.completion:add_completion_flags"),
         _complete,
     ),
-    BENCH: Command(
+    BENCH: Subcommand(
         f"Run a benchmark: {', '.join(BENCHMARKS)}.",
         lambda parser: None,
         lambda args: None,
     ),
     **{
-        f"{BENCH} {name}": Command(
+        f"{BENCH} {name}": Subcommand(
             text,
             _lazy(f"bench.flags:{name}"),
             (_with_options if name in OFFLINE_BENCHMARKS else _lazy)(f"bench.{RUNNERS.get(name, name)}:run"),

@@ -112,7 +112,7 @@ def _open_places(config: EngineConfig, options: ServeOptions) -> OwnedPlaces:
         from quire.launch.nodes.ray_places import RayPlaces
 
         return RayPlaces(RayCluster("CPU" if config.device == "cpu" else "GPU"), size, options.data_parallel_size)
-    from quire.launch.nodes.places import NodePlaces
+    from quire.launch.nodes.node_places import NodePlaces
 
     return NodePlaces(parse_sources(options.nodes), Path(options.node_keys), size)
 

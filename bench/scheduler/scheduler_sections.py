@@ -1,6 +1,6 @@
 """The sections of ``quire bench scheduler``: functions from sizes to figures, with the keys of the peer's driver.
 
-``command.py`` runs this module as a program, in a fresh process per section. It prints one JSON object.
+``scheduler.py`` runs this module as a program, in a fresh process per section. It prints one JSON object.
 """
 
 import argparse

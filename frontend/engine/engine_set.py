@@ -7,7 +7,7 @@ that dies, loses its workers or is drained, and is submitted to another one with
 import time
 from collections.abc import Callable
 
-from quire.frontend.engine.engines import Engine, Engines, Transport
+from quire.frontend.engine.linked_engines import LinkedEngine, LinkedEngines, LinkOpener
 from quire.frontend.engine.routed_stream import NOWHERE, RoutedStream
 from quire.frontend.engine.router_link import RouterLink
 from quire.frontend.engine.session import Session
@@ -33,7 +33,7 @@ class EngineSet:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: LinkOpener,
         router: RouterLink,
         waiting: Session,
         drain_timeout: float,
@@ -42,11 +42,11 @@ class EngineSet:
         """
         Args:
             waiting: a session of which no link is opened, for the streams without an engine.
-            drain_timeout: as of Engines.
+            drain_timeout: as of LinkedEngines.
         """
         self._router, self._waiting, self._clock = router, waiting, clock
         self._waiting.begin_link()
-        self.engines = Engines(transport, drain_timeout, clock)
+        self.engines = LinkedEngines(transport, drain_timeout, clock)
         self._streams: dict[str, RoutedStream] = {}
         self._next_ticket = 0
         self._mode = ""
@@ -184,7 +184,7 @@ class EngineSet:
                 routed.has_started = True
                 self._router.started(routed)
 
-    def _give_up(self, engine: Engine, reason: str) -> bool:
+    def _give_up(self, engine: LinkedEngine, reason: str) -> bool:
         """Leave an engine whose scheduler will not serve any more; the fleet replaces it."""
         log.warning("engine failed", engine=engine.place.engine, reason=reason)
         engine.given_up = engine.key
@@ -192,7 +192,7 @@ class EngineSet:
         self._note_change()
         return True
 
-    def _lose(self, engine: Engine) -> None:
+    def _lose(self, engine: LinkedEngine) -> None:
         """Close the link to a scheduler that has ended, and take back its streams."""
         if (session := engine.session) is None:
             return

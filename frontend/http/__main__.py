@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 from starlette.types import ASGIApp
 
-from quire.frontend.adapters.adapters import Adapters
 from quire.frontend.adapters.names import NameTable, table_path
 from quire.frontend.adapters.reader import AdapterReader
+from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.frontend.engine.client import ZmqEngineClient
 from quire.frontend.engine.several_client import SeveralEnginesClient
 from quire.frontend.http.app import make_app
@@ -25,7 +25,7 @@ from quire.frontend.http.serving.tracing import OtlpTracer
 from quire.frontend.network_options import tls_context
 from quire.frontend.serve_options import ServeOptions
 from quire.frontend.sessions.session_store import SessionStore
-from quire.frontend.text.parsing.choose import AnswerFormat
+from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.probe import probe
 from quire.frontend.text.text_in import TextIn
@@ -148,12 +148,12 @@ class FrontEnd:
         self._for_peers: ASGIApp = app.state.for_peers
         return HttpServer(app, tls_context(settings))
 
-    def _adapters(self) -> Adapters | None:
+    def _adapters(self) -> ServedAdapters | None:
         config, folder = self._config, self._settings.lora_dir
         if not config.enable_lora:
             return None
         reader, table = AdapterReader(config.model, config.max_lora_rank), NameTable(table_path(self._directory))
-        return Adapters(reader, table, Path(folder) if folder else None)
+        return ServedAdapters(reader, table, Path(folder) if folder else None)
 
     def _fleet_link(self) -> FleetLink | None:
         engine = self._engine

@@ -27,12 +27,12 @@ from quire.frontend.http.dialects.responses import (
 from quire.frontend.http.dialects.responses_compact import compact
 from quire.frontend.http.dialects.responses_socket import responses
 from quire.frontend.http.page.page import show_page
-from quire.frontend.http.routes.adapters import load_adapter, unload_adapter
 from quire.frontend.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
 from quire.frontend.http.routes.chat import chat_completions
 from quire.frontend.http.routes.completions import completions
-from quire.frontend.http.routes.engines import give_order, list_engines
+from quire.frontend.http.routes.fleet_admin import give_order, list_engines
 from quire.frontend.http.routes.fork import fork
+from quire.frontend.http.routes.load_adapters import load_adapter, unload_adapter
 from quire.frontend.http.routes.models import list_models, show_model
 from quire.frontend.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
 from quire.frontend.http.routes.sessions import open_session, session
@@ -41,8 +41,8 @@ from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.access_log import AccessLog
 from quire.frontend.http.serving.body import json_response, read_body
 from quire.frontend.http.serving.gate import ADAPTER_PATHS, Gate
-from quire.frontend.http.serving.heads import RootPath
 from quire.frontend.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
+from quire.frontend.http.serving.request_heads import RootPath
 from quire.frontend.http.serving.server import Server, ServerSettings
 from quire.protocol.process.fleet_orders import ORDERS
 

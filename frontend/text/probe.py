@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.control_text import special_pattern, written_end
-from quire.frontend.text.messages import ROLES, check_messages
+from quire.frontend.text.message_checks import ROLES, check_messages
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped
-from quire.frontend.text.parsing.choose import AnswerFormat
+from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 

@@ -60,7 +60,7 @@ class TemplateHelper:
         check_template(source, where)
         self.source, self.where = source, where
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
-        self._lanes = self._short, self._varied, self._long = [_Lane(hello, cpu_seconds) for _ in range(3)]
+        self._lanes = self._short, self._varied, self._long = [_LockedHelper(hello, cpu_seconds) for _ in range(3)]
 
     def render(
         self,
@@ -105,7 +105,7 @@ class TemplateHelper:
             lane.close()
 
 
-class _Lane:
+class _LockedHelper:
     """One helper and the lock that lets one caller use it at a time."""
 
     def __init__(self, hello: bytes, cpu_seconds: float) -> None:

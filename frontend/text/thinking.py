@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from quire.frontend.serve_options import ServeOptions
-from quire.frontend.text.parsing.choose import AnswerFormat, choose_format
+from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import TextIn
 from quire.protocol.config import EngineConfig

@@ -27,7 +27,7 @@ class _Vocabulary(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]] = {}
 
 
-class _TokenizerFile(msgspec.Struct):
+class _VocabularyFile(msgspec.Struct):
     model: _Vocabulary
 
 
@@ -59,7 +59,7 @@ def _end_tokens(folder: Path, chat_template: str) -> list[int]:
 
 
 def _vocabulary_id(folder: Path, text: str) -> dict[str, int]:
-    vocab = msgspec.json.decode(read_description(folder, TOKENIZER) or "{}", type=_TokenizerFile).model.vocab
+    vocab = msgspec.json.decode(read_description(folder, TOKENIZER) or "{}", type=_VocabularyFile).model.vocab
     named = vocab.items() if isinstance(vocab, dict) else ((piece, index) for index, (piece, _) in enumerate(vocab))
     return {piece: index for piece, index in named if piece == text}
 

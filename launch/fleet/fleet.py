@@ -14,9 +14,9 @@ import msgspec
 
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.fleet.engine_settings import engine_config
+from quire.launch.fleet.engine_slot import EngineSlot, directory_name
+from quire.launch.fleet.fleet_policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.places import Places
-from quire.launch.fleet.policy import FleetCounts, FleetPolicy
-from quire.launch.fleet.slots import EngineSlot, directory_name
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.process_owner import ProcessOwner
 from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config

@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from quire.launch.nodes.addresses import ReservedPort
-from quire.launch.nodes.heads import HEARTBEAT_S, Heads
+from quire.launch.nodes.connected_heads import HEARTBEAT_S, ConnectedHeads
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.directory import make_directory, remove_directory
 from quire.launch.supervision.members import WatchedProcess
@@ -52,7 +52,7 @@ class Agent:
         self._folders: dict[bytes, tuple[Path, int, ReservedPort]] = {}
         """By head: a folder for the files of the workers, the folder's lock, and a port."""
         info = NodeInfo(PROTOCOL_VERSION, __version__, socket.gethostname(), num_devices, 0)
-        self.heads = Heads(info, self)
+        self.heads = ConnectedHeads(info, self)
         self._is_stopping = False
 
     def run(self, stdin: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quire.launch.nodes.heads import HEARTBEAT_S, SILENT_S, different_versions
+from quire.launch.nodes.connected_heads import HEARTBEAT_S, SILENT_S, different_versions
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Refused
 from quire.protocol.wire.node_messages import JoinNode, NodeInfo
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.launch.nodes.heads import HEARTBEAT_S
+from quire.launch.nodes.connected_heads import HEARTBEAT_S
 from quire.launch.nodes.keys import HeadKeys
 from quire.launch.nodes.node_link import NodeLink
 from quire.protocol.errors import EngineError

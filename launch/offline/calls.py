@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.engine.job import Job
-from quire.frontend.text.parsing.choose import AnswerFormat, choose_format
+from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput
 from quire.frontend.text.prompts import Prompt, check_params, encode_prompt, tokenize_bad_words

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from quire.frontend.engine.session import controls_of_pause
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import (
     check_template_variables,
     encode_messages,

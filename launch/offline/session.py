@@ -5,7 +5,7 @@ from typing import Any
 from quire.frontend.engine.job import Job
 from quire.frontend.sessions.chat_piece import check_kind, encode_chat_piece, whole_prompt
 from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import Prompt, check_template_variables
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.launch.offline.calls import Calls

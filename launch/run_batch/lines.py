@@ -23,7 +23,7 @@ class Body(msgspec.Struct, frozen=True):
     stream: Any = None
 
 
-class Request(msgspec.Struct, frozen=True):
+class RequestLine(msgspec.Struct, frozen=True):
     """One line. ``body`` is sent unchanged."""
 
     custom_id: str
@@ -36,7 +36,7 @@ class _AnyId(msgspec.Struct, frozen=True):
     custom_id: Any = None
 
 
-class Response(msgspec.Struct, frozen=True):
+class BatchResponse(msgspec.Struct, frozen=True):
     status_code: int
     request_id: str
     body: Any
@@ -47,17 +47,17 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Result(msgspec.Struct, frozen=True):
+class ResultLine(msgspec.Struct, frozen=True):
     """One line of the output. ``error``: None if the response has the status 200."""
 
     id: str
     custom_id: str | None
-    response: Response | None
+    response: BatchResponse | None
     error: Failure | None
 
 
-def result(custom_id: str | None, response: Response | None, error: Failure | None) -> Result:
-    return Result(f"batch_req_{uuid.uuid4().hex}", custom_id, response, error)
+def result(custom_id: str | None, response: BatchResponse | None, error: Failure | None) -> ResultLine:
+    return ResultLine(f"batch_req_{uuid.uuid4().hex}", custom_id, response, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class InvalidLine:
     message: str
     custom_id: str | None = None
 
-    def result(self) -> Result:
+    def result(self) -> ResultLine:
         return result(self.custom_id, None, Failure("invalid_line", self.message))
 
 
-def read_lines(file: BinaryIO) -> Iterator[Request | InvalidLine]:
+def read_lines(file: BinaryIO) -> Iterator[RequestLine | InvalidLine]:
     """Yield what each line holds; blank lines are left out. At most one line and all ids are in memory."""
     number = 0
     numbers: dict[str, int] = {}
@@ -87,20 +87,20 @@ def read_lines(file: BinaryIO) -> Iterator[Request | InvalidLine]:
         if not text:
             continue
         parsed = parse_line(text, number)
-        if isinstance(parsed, Request) and (first := numbers.setdefault(parsed.custom_id, number)) != number:
+        if isinstance(parsed, RequestLine) and (first := numbers.setdefault(parsed.custom_id, number)) != number:
             shown = printable(parsed.custom_id)
             parsed = InvalidLine(f"custom_id must be unique (got {shown}, as in line {first})", parsed.custom_id)
         yield parsed
 
 
-def parse_line(text: bytes, number: int) -> Request | InvalidLine:
+def parse_line(text: bytes, number: int) -> RequestLine | InvalidLine:
     try:
         custom_id = msgspec.json.decode(text, type=_AnyId).custom_id
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return InvalidLine(f"line {number} must be a JSON object: {error}", _lenient_id(text))
     known = custom_id if isinstance(custom_id, str) else None
     try:
-        request = msgspec.json.decode(text, type=Request)
+        request = msgspec.json.decode(text, type=RequestLine)
         body = msgspec.json.decode(request.body, type=Body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         # msgspec names the field and the types, and no text of the line.

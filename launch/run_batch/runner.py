@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.launch.run_batch.lines import InvalidLine, Request, Result
+from quire.launch.run_batch.lines import InvalidLine, RequestLine, ResultLine
 
 WINDOW = 4
 """Lines between the first one without a result and the last one that was sent, as a multiple of the concurrency."""
@@ -21,7 +21,7 @@ class Summary:
     failed: int = 0
     output_tokens: int = 0
 
-    def add(self, result: Result) -> None:
+    def add(self, result: ResultLine) -> None:
         self.lines += 1
         self.failed += result.error is not None
         body = None if result.response is None else result.response.body
@@ -32,8 +32,8 @@ class Summary:
 
 
 def run_lines(
-    lines: Iterable[Request | InvalidLine],
-    send: Callable[[Request], Result],
+    lines: Iterable[RequestLine | InvalidLine],
+    send: Callable[[RequestLine], ResultLine],
     write: Callable[[bytes], object],
     concurrency: int,
     shown: Callable[[Summary], None] = lambda summary: None,
@@ -44,7 +44,7 @@ def run_lines(
         EngineError: as ``send``; the results of the lines before are written.
     """
     summary = Summary()
-    window: deque[Future[Result]] = deque()
+    window: deque[Future[ResultLine]] = deque()
 
     def take() -> None:
         result = window.popleft().result()
@@ -56,7 +56,7 @@ def run_lines(
     try:
         for line in lines:
             if isinstance(line, InvalidLine):
-                done: Future[Result] = Future()
+                done: Future[ResultLine] = Future()
                 done.set_result(line.result())
                 window.append(done)
             else:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from quire.launch.run_batch.lines import Failure, Request, Response, Result, result
+from quire.launch.run_batch.lines import BatchResponse, Failure, RequestLine, ResultLine, result
 from quire.protocol.errors import EngineError
 
 TIMEOUT_S = 24 * 3600.0
@@ -24,7 +24,7 @@ FAILED = (OSError, http.client.HTTPException)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerAddress:
     """A server: its base URL, or the path of its unix socket, and the API key to send, or ""."""
 
     base: str = ""
@@ -58,14 +58,14 @@ class _UnixConnection(http.client.HTTPConnection):
 class Sender:
     """Returns the result of each request. Thread-safe; ``close`` ends requests in progress."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServerAddress) -> None:
         self._target = target
         self._own = threading.local()
         self._open: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def send(self, request: Request) -> Result:
+    def send(self, request: RequestLine) -> ResultLine:
         """Send the request. If the server is busy, repeat it.
 
         Raises:
@@ -94,7 +94,7 @@ class Sender:
                         connection.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a response
                 connection.close()
 
-    def _exchange(self, request: Request) -> tuple[int, Any, bytes]:
+    def _exchange(self, request: RequestLine) -> tuple[int, Any, bytes]:
         if self._closed.is_set():
             raise OSError("the run has ended")
         connection: http.client.HTTPConnection | None = getattr(self._own, "connection", None)
@@ -124,14 +124,14 @@ def _pause(retry_after: str | None) -> float:
     return min(seconds, MAX_PAUSE_S)
 
 
-def _result(request: Request, status: int, request_id: str, body: bytes) -> Result:
+def _result(request: RequestLine, status: int, request_id: str, body: bytes) -> ResultLine:
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         text = f"status {status}, and a body that is not JSON"
         return result(request.custom_id, None, Failure("invalid_response", text))
     error = None if status == 200 else _failure(decoded)
-    return result(request.custom_id, Response(status, request_id, decoded), error)
+    return result(request.custom_id, BatchResponse(status, request_id, decoded), error)
 
 
 def _failure(body: Any) -> Failure:

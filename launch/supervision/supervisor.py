@@ -15,8 +15,8 @@ import msgspec
 
 from quire.launch.config.sampling_options import import_paths
 from quire.launch.supervision.members import Process, RemoteWorkers, Role, WatchedProcess
-from quire.launch.supervision.policy import ProcessCounts, SupervisionPolicy
 from quire.launch.supervision.process_owner import ProcessOwner
+from quire.launch.supervision.supervision_policy import ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Command
 

@@ -3,7 +3,7 @@
 import msgspec
 
 from quire.launch.top.scrape import Scrape, growth
-from quire.launch.top.state import Request, Tenant
+from quire.launch.top.state import ShownRequest, ShownTenant
 
 # Name in the JSON object and, with spaces, on the screen; and the histogram of seconds.
 TIMES = (
@@ -34,7 +34,7 @@ class Times(msgspec.Struct, frozen=True):
     p99: float | None
 
 
-class StepPart(Times, frozen=True):
+class StepPartTimes(Times, frozen=True):
     """Seconds of one part of the steps in the window. ``share``: of the sum of all parts."""
 
     share: float
@@ -90,7 +90,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     evicted_blocks_per_s: float | None
     draft_acceptance: float | None
     times: dict[str, Times | None]
-    step_parts: dict[str, StepPart | None]
+    step_parts: dict[str, StepPartTimes | None]
     worker_restarts: int | None
     scheduler_restarts: int | None
     front_end_restarts: int | None
@@ -98,8 +98,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     router_restarts: int | None = None
     engines: list[EngineFigures] = []
     paused: str | None = None
-    tenants: list[Tenant] | None = None
-    requests: list[Request] | None = None
+    tenants: list[ShownTenant] | None = None
+    requests: list[ShownRequest] | None = None
     admin_error: str = ""
 
 
@@ -204,13 +204,13 @@ def _times(now: Scrape, before: Scrape, name: str) -> Times | None:
     return Times(int(found.count), found.mean, found.quantile(0.5), found.quantile(0.99))
 
 
-def _step_parts(now: Scrape, before: Scrape) -> dict[str, StepPart | None]:
+def _step_parts(now: Scrape, before: Scrape) -> dict[str, StepPartTimes | None]:
     times = {part: _times(now, before, name) for part, name in STEP_PARTS}
     total = sum(each.count * each.mean for each in times.values() if each is not None)
 
-    def part(of: Times | None) -> StepPart | None:
+    def part(of: Times | None) -> StepPartTimes | None:
         if of is None:
             return None
-        return StepPart(of.count, of.mean, of.p50, of.p99, of.count * of.mean / total if total else 0.0)
+        return StepPartTimes(of.count, of.mean, of.p50, of.p99, of.count * of.mean / total if total else 0.0)
 
     return {name: part(each) for name, each in times.items()}

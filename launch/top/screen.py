@@ -1,6 +1,6 @@
 """The screen of ``quire top`` as text. Pure functions of their arguments."""
 
-from quire.launch.top.overview import Overview, StepPart, Times
+from quire.launch.top.overview import Overview, StepPartTimes, Times
 
 BAR_WIDTH = 24
 LABEL_WIDTH = 16
@@ -90,7 +90,7 @@ def _time_row(label: str, times: Times | None) -> str:
     return _columns(f"  {label.replace('_', ' ')}", *cells)
 
 
-def _step_row(label: str, part: StepPart | None) -> str:
+def _step_row(label: str, part: StepPartTimes | None) -> str:
     cells = ("-",) * 4
     if part is not None:
         cells = (_ms(part.mean), _ms(part.p50), _ms(part.p99), f"{part.share:.0%}")

@@ -5,14 +5,14 @@ import msgspec
 from quire.protocol.errors import EngineError
 
 
-class Tenant(msgspec.Struct, frozen=True):
+class ShownTenant(msgspec.Struct, frozen=True):
     tenant: int
     running: int
     waiting: int
     kv_blocks: int
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class ShownRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``reason``: what it waits for. ``seconds``: since its arrival. ``adapter``: the name of its LoRA adapter."""
 
     id: str
@@ -30,8 +30,8 @@ class AdminState(msgspec.Struct, frozen=True):
     """The parts that ``quire top`` shows; other fields of the answer are ignored. ``requests``: the oldest ones."""
 
     paused: str | None
-    tenants: list[Tenant]
-    requests: list[Request]
+    tenants: list[ShownTenant]
+    requests: list[ShownRequest]
 
 
 _decoder = msgspec.json.Decoder(AdminState)

@@ -13,9 +13,9 @@ from abused_app import AbusedApp
 from adapters import make_adapter
 from grammar_cases import demo_config
 
-from quire.frontend.adapters.adapters import Adapters
 from quire.frontend.adapters.names import NameTable, table_path
 from quire.frontend.adapters.reader import AdapterReader
+from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.frontend.http.serving.gate import ADAPTER_PATHS
 
 LOAD, UNLOAD = ADAPTER_PATHS
@@ -29,7 +29,7 @@ def adapted(tmp_path: Path) -> Iterator[AbusedApp]:
     make_adapter(tmp_path / "all" / "good", MODEL)
     make_adapter(tmp_path / "outside", MODEL)
     table = NameTable(table_path(tmp_path))
-    adapters = Adapters(AdapterReader(MODEL, 64), table, tmp_path / "all")
+    adapters = ServedAdapters(AdapterReader(MODEL, 64), table, tmp_path / "all")
     app = AbusedApp(adapters=adapters, admin_api_keys=("admin",))
     yield app
     app.check()

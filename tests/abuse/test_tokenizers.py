@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from grammar_cases import DEMO
 
-from quire.frontend.http.serving.lanes import TextLanes
+from quire.frontend.http.serving.work_threads import TextThreads
 from quire.frontend.text import text_in as texts
 from quire.frontend.text import tokenizer_checks
 from quire.frontend.text.text_in import TextIn
@@ -79,7 +79,7 @@ def test_tokenizer_that_is_slow_for_one_text_does_not_stop_the_event_loop(
     assert text_in.is_slow and caplog.text.count("the tokenizer is slow") == 1
 
     async def longest_pause() -> float:
-        work = asyncio.create_task(TextLanes(text_in).run(1, lambda: text_in.encode("\N{SNOWMAN}")))
+        work = asyncio.create_task(TextThreads(text_in).run(1, lambda: text_in.encode("\N{SNOWMAN}")))
         longest, last = 0.0, time.monotonic()
         while not work.done():
             await asyncio.sleep(0)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from quire.bench.peers import PeerFailed, run_json
-from quire.bench.scheduler import command as scheduler_command
+from quire.bench.scheduler import scheduler as scheduler_command
 from quire.bench.scheduler.churn_trace import churn_trace
-from quire.bench.scheduler.command import SHOWN, parse_sections, run
+from quire.bench.scheduler.scheduler import SHOWN, parse_sections, run
 from quire.bench.scheduler.scheduler_churn import ChurnLoad, ChurnSizes, load_churn_trace
 from quire.bench.scheduler.scheduler_forks import ForkSizes
 from quire.bench.scheduler.scheduler_layouts import LayoutSizes

@@ -17,8 +17,8 @@ from served import Served
 
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
-from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.reader import TraceReader
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.files import part_path
 from quire.scheduler_proc.trace.lines import Line, encode_line

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from quire.launch import cli
 from quire.launch.top import overview as overview_module
-from quire.launch.top.command import ServerMetrics, Watch
 from quire.launch.top.overview import Overview, overview
 from quire.launch.top.scrape import Distribution, Scrape
 from quire.launch.top.screen import screen
 from quire.launch.top.state import decode_state
+from quire.launch.top.watch import ServerMetrics, Watch
 from quire.protocol.errors import EngineError
 
 BEFORE = """\

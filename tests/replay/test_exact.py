@@ -16,7 +16,7 @@ from quire.replay.costs.cost import ConstantCost
 from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
-from quire.replay.recorded.command import replay_trace
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.replay.run.run_record import RunRecord
 from quire.replay.simulate.setup import make_setup
 from quire.replay.simulate.whatif import run_workload

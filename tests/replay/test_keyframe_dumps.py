@@ -11,8 +11,8 @@ from quire.protocol.errors import ConfigError
 from quire.replay.costs.fitted import fit
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
-from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.reader import TraceReader
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe, Result, StepDecision
 from quire.scheduler_proc.trace.snapshot import Column
 

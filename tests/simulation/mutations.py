@@ -12,7 +12,7 @@ from unittest import mock
 import msgspec
 
 from quire.frontend.engine import session, streams
-from quire.launch.supervision import policy
+from quire.launch.supervision import supervision_policy
 from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc.adapters import slots, turns
@@ -344,7 +344,7 @@ MUTATIONS = (
     Mutation(
         "the engine gives up at the second death",
         "F3",
-        lambda: mock.patch.object(policy, "MAX_DEATHS", 2),
+        lambda: mock.patch.object(supervision_policy, "MAX_DEATHS", 2),
     ),
     Mutation(
         "no step deadline",
@@ -355,7 +355,7 @@ MUTATIONS = (
     Mutation(
         "silent processes count as alive",
         "F5",
-        lambda: mock.patch.multiple(policy, SILENT_S=1e9, START_S=1e9, ADOPTION_S=1e9),
+        lambda: mock.patch.multiple(supervision_policy, SILENT_S=1e9, START_S=1e9, ADOPTION_S=1e9),
         seed=319,
     ),
     Mutation("front ends send no heartbeats", "F15, I9", lambda: mock.patch.object(session.Session, "beat", _nothing)),
@@ -368,7 +368,7 @@ MUTATIONS = (
     Mutation(
         "workers do not join their new scheduler",
         "F10",
-        lambda: mock.patch.object(policy.SupervisionPolicy, "rejoin_group", _nothing),
+        lambda: mock.patch.object(supervision_policy.SupervisionPolicy, "rejoin_group", _nothing),
         seed=3,
     ),
     Mutation(

@@ -28,7 +28,7 @@ from sim_worker import SimWorker
 
 from quire.frontend.engine.engine_client import Update
 from quire.launch.supervision.members import Role
-from quire.launch.supervision.policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
+from quire.launch.supervision.supervision_policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout

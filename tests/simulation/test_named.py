@@ -9,7 +9,7 @@ from sim_scenario import Fault, Scenario, SimRequest
 from sim_world import World
 from tiers import thinned
 
-from quire.launch.supervision.policy import SupervisionPolicy
+from quire.launch.supervision.supervision_policy import SupervisionPolicy
 
 REQUESTS = tuple(SimRequest(2.6 + i / 10, f"r{i}", i, (0, 8), (i, 6), 12) for i in range(5))
 

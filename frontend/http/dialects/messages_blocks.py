@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.frontend.http.dialects.text_parts import encoded, list_at, object_at, string_at
 from quire.frontend.text.chat_template import Message
-from quire.frontend.text.messages import MAX_MESSAGES
+from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 ROLES = ("user", "assistant", "system")

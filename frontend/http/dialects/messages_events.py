@@ -92,13 +92,13 @@ class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
     index: int
 
 
-class Stop(msgspec.Struct, frozen=True):
+class StopFields(msgspec.Struct, frozen=True):
     stop_reason: str
     stop_sequence: str | UnsetType
 
 
 class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
-    delta: Stop
+    delta: StopFields
     usage: MessageUsage
     timeline: list[TimelineEvent] | UnsetType = UNSET
 
@@ -136,7 +136,7 @@ class MessageFormatter:
             frames += self._close()
             reason, sequence = self._stop(delta.finish_reason, delta.stop_reason, delta.num_output_tokens)
             counts = self._usage(delta.num_cached_tokens, delta.num_output_tokens)
-            ended = MessageDelta(Stop(reason, sequence), counts, delta.timeline or UNSET)
+            ended = MessageDelta(StopFields(reason, sequence), counts, delta.timeline or UNSET)
             frames.append(_event("message_delta", ended))
             frames.append(_event("message_stop", MessageStop()))
         return b"".join(frames)

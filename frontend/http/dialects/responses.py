@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
-from quire.frontend.http.dialects.responses_events import SSE, ResponsesFormatter, Store, Transport
+from quire.frontend.http.dialects.responses_events import SSE, EventFraming, ResponsesFormatter, Store
 from quire.frontend.http.routes.conversation import AnswerReader, encode_conversation
 from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError, shorten
@@ -54,7 +54,7 @@ async def generation(
     parsed: ResponsesRequest,
     num_body_bytes: int,
     store: Store | None,
-    transport: Transport = SSE,
+    transport: EventFraming = SSE,
     so_far: OpenSession | None = None,
     session: OpenSession | None = None,
 ) -> Generation:

@@ -16,8 +16,8 @@ from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.schema import ChatRequest, Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.text.chat_template import Message
+from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.frontend.text.message_form import INSTRUCTIONS
-from quire.frontend.text.messages import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest, wrong_value
 
 UNSUPPORTED = {

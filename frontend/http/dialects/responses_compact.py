@@ -25,7 +25,7 @@ from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.serving.body import read_body
 from quire.frontend.http.serving.gate import TENANT
 from quire.frontend.http.serving.server import Server
-from quire.frontend.text.messages import MAX_MESSAGES
+from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest
 
 ASK = (

@@ -23,7 +23,7 @@ Store = Callable[[str, bytes, Sequence[dict[str, Any]]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class EventFraming:
     """How events are sent.
 
     Attributes:
@@ -38,7 +38,7 @@ class Transport:
     error: Callable[[ApiError, int], bytes] | None = None
 
 
-SSE = Transport(lambda kind, data: b"event: %b\ndata: %b\n\n" % (kind.encode(), data), b"data: [DONE]\n\n")
+SSE = EventFraming(lambda kind, data: b"event: %b\ndata: %b\n\n" % (kind.encode(), data), b"data: [DONE]\n\n")
 
 
 class ResponsesFormatter:
@@ -51,7 +51,7 @@ class ResponsesFormatter:
         num_prompt_tokens: int,
         reader: AnswerReader,
         store: Store | None,
-        transport: Transport = SSE,
+        transport: EventFraming = SSE,
     ) -> None:
         self.request_id = server.new_id("resp_")
         self.style = EventStyle(b"%b", transport.end, self._failed)

@@ -54,13 +54,13 @@ def chat_messages(instructions: str, items: Sequence[Item], num_before: int = 0)
     Raises:
         InvalidRequest: an item is malformed, or of a kind that this server does not read.
     """
-    conversation = _Conversation(instructions)
+    conversation = _MessageBuilder(instructions)
     for i, item in enumerate(items):
         conversation.add(item, f"input[{i - num_before}]")
     return conversation.messages()
 
 
-class _Conversation:
+class _MessageBuilder:
     def __init__(self, instructions: str) -> None:
         self._messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
         self._answer: Message | None = None

@@ -12,7 +12,7 @@ from wsproto.frame_protocol import CloseReason
 
 from quire.frontend.http.dialects.responses import create_response, generation, read_with_stored, store_response
 from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
-from quire.frontend.http.dialects.responses_events import Store, Transport
+from quire.frontend.http.dialects.responses_events import EventFraming, Store
 from quire.frontend.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
 from quire.frontend.http.serving.access_log import AccessLog
 from quire.frontend.http.serving.gate import TENANT
@@ -40,7 +40,7 @@ async def responses(server: Server, request: Request) -> ASGIApp:
         return error.response(request.scope["path"], HANDSHAKE_HEADERS if error.status == 426 else None)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        conversation = _Conversation(server, scope, WebSocket(request, receive, send))
+        conversation = _SocketConversation(server, scope, WebSocket(request, receive, send))
         try:
             await conversation.socket.serve(conversation.answer)
         finally:
@@ -49,7 +49,7 @@ async def responses(server: Server, request: Request) -> ASGIApp:
     return serve
 
 
-class _Conversation:
+class _SocketConversation:
     """The responses of one connection.
 
     The newest response that is not stored for other connections can be continued on this one. A request that continues
@@ -90,7 +90,7 @@ class _Conversation:
         try:
             self._server.require_generation(scope["path"])
             parsed = await read_with_stored(self._server, self._tenant, message, self._parse, self)
-            transport = Transport(lambda kind, data: text_frame(data), error=self._failed)
+            transport = EventFraming(lambda kind, data: text_frame(data), error=self._failed)
             newest, session = self._newest, OpenSession(self._tenant, 0.0)
             so_far = newest[1] if newest is not None and newest[0] == self._previous else None
             store = self._store(parsed, session)

@@ -94,14 +94,14 @@ class ChatChunk(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Function(msgspec.Struct, frozen=True):
+class CalledFunction(msgspec.Struct, frozen=True):
     name: str
     arguments: str
 
 
 class ToolCall(msgspec.Struct, frozen=True):
     id: str
-    function: Function
+    function: CalledFunction
     type: str = "function"
 
 
@@ -321,7 +321,7 @@ def whole_calls(events: Sequence[Event]) -> list[ToolCall]:
             arguments.setdefault(event.index, []).append(event.arguments)
         elif isinstance(event, CallDropped):
             del heads[event.index]
-    return [ToolCall(head[0], Function(head[1], "".join(arguments[index]))) for index, head in heads.items()]
+    return [ToolCall(head[0], CalledFunction(head[1], "".join(arguments[index]))) for index, head in heads.items()]
 
 
 def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts) -> ChatLogprobs:

@@ -12,7 +12,7 @@ from quire.frontend.sessions.chat_piece import encode_chat_piece
 from quire.frontend.sessions.open_session import OpenSession
 from quire.frontend.text.continuation import encode_extended
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
-from quire.frontend.text.parsing.choose import marker_format
+from quire.frontend.text.parsing.choose_format import marker_format
 from quire.frontend.text.parsing.templates import Format
 from quire.frontend.text.parsing.thoughts import Thoughts
 from quire.frontend.text.prompts import Prompt

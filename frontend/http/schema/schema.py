@@ -28,7 +28,7 @@ from quire.frontend.http.schema.sampling_fields import ALIASES, constraint, has_
 from quire.frontend.http.schema.tools import ToolUse, answer_or_calls, parse_tools
 from quire.frontend.http.schema.unknown_fields import Ignored, UnknownFields
 from quire.frontend.text.chat_template import Message
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.writing import AnswerWriter
 from quire.frontend.text.prompts import ModelLimits, check_params, check_template_variables, split_prompts
 from quire.frontend.text.text_in import ChatOptions

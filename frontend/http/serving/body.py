@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.http.schema.errors import ApiError, ClientDisconnected, shorten
-from quire.frontend.http.serving.lanes import TextLanes
+from quire.frontend.http.serving.work_threads import TextThreads
 from quire.protocol.errors import InvalidRequest
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -37,7 +37,7 @@ def json_response(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def read_json(request: Request, texts: TextLanes, parse: Callable[[dict[str, Any]], T]) -> tuple[T, bytes]:
+async def read_json(request: Request, texts: TextThreads, parse: Callable[[dict[str, Any]], T]) -> tuple[T, bytes]:
     """Read the body and return ``parse`` of its JSON object, and the body, whose size chooses a lane for its work.
 
     Raises:

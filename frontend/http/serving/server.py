@@ -8,21 +8,21 @@ from typing import Protocol
 
 from starlette.types import ASGIApp
 
-from quire.frontend.adapters.adapters import Adapters
+from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.frontend.engine.engine_client import EngineClient
 from quire.frontend.http.schema.bodies import ForkBody
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.schema.unknown_fields import Policy, UnknownFields
 from quire.frontend.http.serving.key_queues import KeyQueues
-from quire.frontend.http.serving.lanes import ConversationLanes, TextLanes
 from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.tracing import Tracer
+from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
 from quire.frontend.http.stored.response_store import ResponseStore
 from quire.frontend.ids import new_id
 from quire.frontend.sessions.session_store import SessionStore
-from quire.frontend.text.parsing.choose import AnswerFormat
+from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder
 from quire.frontend.text.text_in import TextIn
@@ -106,7 +106,7 @@ class ServerSettings:
     max_stored_response_bytes: int = 64 * 2**20
     peers: Peers = field(default_factory=Peers)
     fleet: FleetLink | None = None
-    adapters: Adapters | None = None
+    adapters: ServedAdapters | None = None
     notes_tools: bool = False
     sessions: SessionStore = field(default_factory=SessionStore)
     moe: MoeConfig | None = None
@@ -147,8 +147,8 @@ class Server:
         self.settings = settings
         self.text_in = settings.text_in
         self.token_texts = TokenTexts(settings.text_in.tokenizer)
-        self.texts = TextLanes(settings.text_in)
-        self.conversations = ConversationLanes(settings.text_in)
+        self.texts = TextThreads(settings.text_in)
+        self.conversations = ConversationThreads(settings.text_in)
         self.parser = Parser(
             served_names=settings.served_model_names,
             adapters=settings.adapters,
@@ -198,7 +198,7 @@ class Server:
         """Return the adapter that a request names as its model, or None for a name of the model itself.
 
         Raises:
-            InvalidRequest: as ``Adapters.find``.
+            InvalidRequest: as ``ServedAdapters.find``.
         """
         if self.settings.adapters is None or model in self.settings.served_model_names:
             return None

@@ -20,8 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.frontend.http.schema.errors import ApiError, out_of_memory
 from quire.frontend.http.serving.connections import ConnectionLimits, Connections, client_of
-from quire.frontend.http.serving.heads import InvalidHead, check_head, is_handshake
 from quire.frontend.http.serving.outbox import ChunkWriter, Outbox, without_chunks
+from quire.frontend.http.serving.request_heads import InvalidHead, check_head, is_handshake
 
 # Keys of the request's state. The connection exceeds the limit on connections, so only open routes are served:
 TOO_MANY_CONNECTIONS = "too_many_connections"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from quire.frontend.text.parsing.calls import CallText, HeldBlanks, Properties, call_text
-from quire.frontend.text.parsing.object_reader import Piece
-from quire.frontend.text.parsing.scanner import Found, Scanner
+from quire.frontend.text.parsing.object_reader import CallPart
+from quire.frontend.text.parsing.scanner import FoundDelimiter, Scanner
 from quire.frontend.text.parsing.templates import CALLS, THOUGHTS, Format, Region
 from quire.frontend.text.parsing.values import Malformed
 
@@ -126,7 +126,7 @@ class AnswerParser:
             self._end_thoughts(self._withheld, events)
         return events
 
-    def _pass(self, found: Found, events: list[Event]) -> None:
+    def _pass(self, found: FoundDelimiter, events: list[Event]) -> None:
         """Close the current region, and open the one whose opening this is."""
         if self._region is self._rest:
             self._open(found, events)
@@ -148,7 +148,7 @@ class AnswerParser:
                 self._take("".join(withheld), events)
             self._enter(self._rest)
 
-    def _open(self, found: Found, events: list[Event]) -> None:
+    def _open(self, found: FoundDelimiter, events: list[Event]) -> None:
         region = self._rest if found.which >= len(self._regions) else self._regions[found.which]
         if region.name == CALLS and self._has_only_calls and self._rest.name in self._with_text:
             self._take(found.text, events)
@@ -163,7 +163,7 @@ class AnswerParser:
             self._is_refused = self._has_skipped = False
         self._enter(region)
 
-    def _is_header_of_text(self, found: Found) -> bool:
+    def _is_header_of_text(self, found: FoundDelimiter) -> bool:
         """Return whether what opens a call of an unknown tool may open text as well."""
         closes, name = self._rest.closes, found.groups.get("name")
         if closes is None or self._tools is None or name is None or name in self._tools:
@@ -219,7 +219,7 @@ class AnswerParser:
                 _add_text(events, Content, raw)
         self._raw = []
 
-    def _report(self, pieces: list[Piece], events: list[Event]) -> None:
+    def _report(self, pieces: list[CallPart], events: list[Event]) -> None:
         if self._is_refused:
             raise Malformed
         for number, name, arguments in pieces:

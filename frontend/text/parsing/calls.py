@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quire.frontend.text.parsing.literals import Extent, bare_json
-from quire.frontend.text.parsing.object_reader import WHITESPACE, ObjectReader, Piece
-from quire.frontend.text.parsing.scanner import Found, Scanner
+from quire.frontend.text.parsing.object_reader import WHITESPACE, CallPart, ObjectReader
+from quire.frontend.text.parsing.scanner import FoundDelimiter, Scanner
 from quire.frontend.text.parsing.templates import Region
 from quire.frontend.text.parsing.values import (
     ANY_TYPES,
@@ -38,7 +38,7 @@ class CallText(Protocol):
     rest: str | None
     """What followed the end of a value that ends its region, in the text pushed last; None before the end."""
 
-    def push(self, text: str) -> list[Piece]: ...
+    def push(self, text: str) -> list[CallPart]: ...
 
     def ends(self, *, is_sure: bool) -> bool:
         """Return whether a closing of the region ends it here; otherwise the closing is text of an argument.
@@ -47,7 +47,7 @@ class CallText(Protocol):
         """
         ...
 
-    def finish(self, *, is_closed: bool) -> list[Piece]:
+    def finish(self, *, is_closed: bool) -> list[CallPart]:
         """Return what is missing; raise Malformed if the text is not a call. ``is_closed``: a closing follows."""
         ...
 
@@ -106,7 +106,7 @@ class LateCalls:
         self._extent = Extent(region.content) if region.content in ("json", "python") else None
         self.rest: str | None = None
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[CallPart]:
         end = None if self._extent is None else self._extent.push(text, stops=self._region.ends_with_value)
         if end is not None:
             text, self.rest = text[:end], text[end:]
@@ -116,7 +116,7 @@ class LateCalls:
     def ends(self, *, is_sure: bool) -> bool:
         return self._extent is None or not self._extent.in_string
 
-    def finish(self, *, is_closed: bool) -> list[Piece]:
+    def finish(self, *, is_closed: bool) -> list[CallPart]:
         calls = calls_of("".join(self._body), self._region, self._captures)
         pieces = self._rest()
         if len(self._sent) > len(calls):
@@ -127,23 +127,23 @@ class LateCalls:
         missing = calls[len(self._sent) :]
         return pieces + [_whole(call, number) for number, call in enumerate(missing, len(self._sent))]
 
-    def _read(self, text: str) -> list[Piece]:
+    def _read(self, text: str) -> list[CallPart]:
         return []
 
-    def _rest(self) -> list[Piece]:
+    def _rest(self) -> list[CallPart]:
         """Return what is still held back of the calls that were reported."""
         return []
 
-    def _send(self, number: int, name: str, arguments: str) -> list[Piece]:
+    def _send(self, number: int, name: str, arguments: str) -> list[CallPart]:
         is_new = number == len(self._sent)
         if is_new:
             self._sent.append((name, []))
         self._sent[number][1].append(arguments)
-        return [Piece(number, name if is_new else None, arguments)]
+        return [CallPart(number, name if is_new else None, arguments)]
 
 
-def _whole(call: ParsedCall, number: int) -> Piece:
-    return Piece(number, call.name, as_json(call.arguments))
+def _whole(call: ParsedCall, number: int) -> CallPart:
+    return CallPart(number, call.name, as_json(call.arguments))
 
 
 class ObjectCalls(LateCalls):
@@ -155,11 +155,11 @@ class ObjectCalls(LateCalls):
         self._first = ""
         """The first character, which tells JSON from Python."""
 
-    def _read(self, text: str) -> list[Piece]:
+    def _read(self, text: str) -> list[CallPart]:
         self._first = self._first or text.lstrip()[:1]
         if self._region.content == "python" and self._first != "{":
             return []
-        pieces: list[Piece] = []
+        pieces: list[CallPart] = []
         for piece in self._objects.push(text):
             # After a call that cannot be reported yet, later ones wait as well.
             if piece.number <= len(self._sent) - (piece.name is None):
@@ -187,13 +187,13 @@ class WholeArguments(LateCalls):
     def ends(self, *, is_sure: bool) -> bool:
         return super().ends(is_sure=is_sure) if self._quotes is None else not self._in_string
 
-    def _read(self, text: str) -> list[Piece]:
+    def _read(self, text: str) -> list[CallPart]:
         return self._report(self._plain(text, last=False))
 
-    def _rest(self) -> list[Piece]:
+    def _rest(self) -> list[CallPart]:
         return self._report(self._plain("", last=True))
 
-    def _report(self, text: str) -> list[Piece]:
+    def _report(self, text: str) -> list[CallPart]:
         if self._is_object is None and text:
             text = text.lstrip(WHITESPACE)
             if text:
@@ -263,7 +263,7 @@ class TaggedArguments:
         """The arguments as JSON, as far as they are not reported."""
         self._is_malformed = not name
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[CallPart]:
         if not self._is_malformed:
             self._scanner.push(text)
             self._read(last=False)
@@ -281,7 +281,7 @@ class TaggedArguments:
         self._scanner.watch([self._tags.closes])
         return False
 
-    def finish(self, *, is_closed: bool) -> list[Piece]:
+    def finish(self, *, is_closed: bool) -> list[CallPart]:
         self._read(last=True, is_closed=is_closed)
         if self._is_malformed or self._value is not None:
             raise Malformed
@@ -305,7 +305,7 @@ class TaggedArguments:
                 self._value.append(found.text or self._scanner.take(1))
                 self._scanner.watch([self._tags.closes])
 
-    def _closes(self, found: Found, is_closed: bool) -> bool:
+    def _closes(self, found: FoundDelimiter, is_closed: bool) -> bool:
         """Return whether a value ends. Instead of its tag, a next argument or the end of the call ends it as well."""
         if "next" in found.groups:
             key = found.groups["next"]
@@ -332,7 +332,7 @@ class TaggedArguments:
         else:
             self._out.append(as_json(typed(value, self._types)))
 
-    def _report(self) -> list[Piece]:
+    def _report(self) -> list[CallPart]:
         if self._is_streamed and self._value:
             self._out.append(escaped("".join(self._value)))
             self._value = []
@@ -341,7 +341,7 @@ class TaggedArguments:
         if not arguments:
             return []
         name, self._name = self._name, None
-        return [Piece(0, name, arguments)]
+        return [CallPart(0, name, arguments)]
 
 
 def escaped(text: str) -> str:

@@ -14,7 +14,7 @@ NESTED_RUN = re.compile(r'[^"\[\]{}]+')
 """Characters of a nested value outside of strings that end nothing."""
 
 
-class Piece(NamedTuple):
+class CallPart(NamedTuple):
     """Text added to the arguments of call ``number`` of a region. Only the first one has the name."""
 
     number: int
@@ -47,8 +47,8 @@ class ObjectReader:
         self._depth = 0
         self._in_string = self._escaped = False
 
-    def push(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = []
+    def push(self, text: str) -> list[CallPart]:
+        pieces: list[CallPart] = []
         at, end = 0, len(text)
         while at < end:
             if self._state == VALUE and (self._in_string or self._depth):
@@ -66,14 +66,14 @@ class ObjectReader:
         self._report(pieces)
         return pieces
 
-    def _report(self, pieces: list[Piece]) -> None:
+    def _report(self, pieces: list[CallPart]) -> None:
         """Move what was read to a new piece, once the name and the start of the arguments are known."""
         if self._name is None or not (self._has_arguments or self._is_constrained):
             return
         arguments = "".join(self._arguments)
         self._arguments.clear()
         if arguments or (self._is_constrained and not self._is_sent):
-            pieces.append(Piece(self._number, None if self._is_sent else self._name, arguments))
+            pieces.append(CallPart(self._number, None if self._is_sent else self._name, arguments))
             self._is_sent = True
 
     def _step(self, char: str) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from quire.frontend.text.parsing.patterns import Pattern, Search, named
 
 
-class Found(NamedTuple):
+class FoundDelimiter(NamedTuple):
     """The delimiter ``which``: its text and its named groups."""
 
     which: int
@@ -56,7 +56,7 @@ class Scanner:
         """Remove and return characters that are held."""
         return self._take(self.place + size)
 
-    def next(self, *, last: bool = False) -> tuple[str, Found | None]:
+    def next(self, *, last: bool = False) -> tuple[str, FoundDelimiter | None]:
         """Return the text before the next delimiter, and the delimiter if there is one.
 
         Without a delimiter, more text must be pushed first; ``last``: there will be none. After one, ``watch`` says
@@ -69,7 +69,7 @@ class Scanner:
         assert match is not None
         groups = named(match.marks, self._text, self._base) if match.marks else {}
         before = self._take(match.start)
-        return before, Found(which, self._take(match.end), groups)
+        return before, FoundDelimiter(which, self._take(match.end), groups)
 
     def _take(self, end: int) -> str:
         """Remove and return the text up to ``end``."""

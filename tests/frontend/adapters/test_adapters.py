@@ -13,9 +13,9 @@ from adapters import make_adapter
 from configs import MODEL
 
 from quire.frontend.adapters import reader as reader_module
-from quire.frontend.adapters.adapters import Adapters
 from quire.frontend.adapters.names import MAX_NAMES, NamedAdapter, NameTable, table_path
 from quire.frontend.adapters.reader import AdapterReader
+from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.adapter_config import AdapterError
@@ -34,8 +34,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def adapters_in(directory: Path, folder: Path | None = None) -> Adapters:
-    return Adapters(AdapterReader(MODEL, 64), NameTable(table_path(directory)), folder)
+def adapters_in(directory: Path, folder: Path | None = None) -> ServedAdapters:
+    return ServedAdapters(AdapterReader(MODEL, 64), NameTable(table_path(directory)), folder)
 
 
 def run(work: Callable[[], Awaitable[Any]]) -> Any:

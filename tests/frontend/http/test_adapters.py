@@ -13,9 +13,9 @@ from configs import MODEL
 from fake_engine import FakeEngine
 from pooled_vectors import BOTH
 
-from quire.frontend.adapters.adapters import Adapters
 from quire.frontend.adapters.names import NameTable, table_path
 from quire.frontend.adapters.reader import AdapterReader
+from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.frontend.http.app import ADAPTER_ROUTES, make_app
 from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.pooling.capabilities import Capabilities
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def settings_of(text_in: TextIn, directory: Path, folder: Path | None) -> ServerSettings:
-    adapters = Adapters(AdapterReader(MODEL, 64), NameTable(table_path(directory)), folder)
+    adapters = ServedAdapters(AdapterReader(MODEL, 64), NameTable(table_path(directory)), folder)
     return ServerSettings(
         text_in=text_in,
         served_model_names=("tiny", "alias"),

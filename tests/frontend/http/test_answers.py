@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.chat_template import ChatTemplate
-from quire.frontend.text.parsing.choose import choose_format
+from quire.frontend.text.parsing.choose_format import choose_format
 from quire.frontend.text.text_in import TextIn
 from tests.frontend.conftest import TEMPLATE
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.text.parsing.choose import choose_format
+from quire.frontend.text.parsing.choose_format import choose_format
 from tests.frontend.http.test_messages import WEATHER as ANTHROPIC_TOOL
 from tests.frontend.http.test_messages import assembled as message_of
 from tests.frontend.http.test_messages import named_events as message_events

@@ -10,7 +10,7 @@ from front_end import FrontEnd, post, status_of
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.text.parsing.choose import choose_format
+from quire.frontend.text.parsing.choose_format import choose_format
 
 MESSAGE = {"role": "user", "content": "hello"}
 BODIES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from quire.frontend.text.chat_template import ChatTemplate
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.protocol.errors import InvalidRequest
 
 USER = {"role": "user", "content": "hello"}

@@ -12,7 +12,7 @@ from quire.frontend.http.app import make_app
 from quire.frontend.http.routes.tool_calls import AnyCalls, NamedCall
 from quire.frontend.http.schema.tools import parse_tools
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.thinking import Thinking
 from quire.protocol.request.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.frontend.text.chat_template import ChatTemplate
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.protocol.errors import InvalidRequest
 
 LOOP = "{% for m in messages %}"

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire.frontend.text.chat_template import ChatTemplate
-from quire.frontend.text.messages import check_messages
-from quire.frontend.text.parsing.choose import choose_format
+from quire.frontend.text.message_checks import check_messages
+from quire.frontend.text.parsing.choose_format import choose_format
 from quire.frontend.text.probe import Probe, probe
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from quire.frontend.engine.answers import Answer
 from quire.frontend.engine.engine_client import Update
-from quire.frontend.text.parsing.choose import marker_format
+from quire.frontend.text.parsing.choose_format import marker_format
 from quire.frontend.text.parsing.thoughts import Thoughts
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import TextIn

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from quire.launch.nodes.heads import HEARTBEAT_S, SILENT_S
+from quire.launch.nodes.connected_heads import HEARTBEAT_S, SILENT_S
 from quire.launch.nodes.node_link import CONNECT_S, NodeLink
 from quire.protocol.process.child import Report
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Refused

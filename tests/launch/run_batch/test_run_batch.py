@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.launch import cli
 from quire.launch.run_batch import lines, sender
-from quire.launch.run_batch.lines import InvalidLine, Request, Result, read_lines, result
+from quire.launch.run_batch.lines import InvalidLine, RequestLine, ResultLine, read_lines, result
 from quire.launch.run_batch.runner import WINDOW, run_lines
 from quire.protocol.errors import EngineError
 
@@ -28,7 +28,7 @@ def line(**fields: Any) -> bytes:
     return json.dumps({**GOOD, **fields}).encode()
 
 
-def read(data: bytes) -> list[Request | InvalidLine]:
+def read(data: bytes) -> list[RequestLine | InvalidLine]:
     return list(read_lines(io.BytesIO(data)))
 
 
@@ -38,7 +38,7 @@ class TestLines:
             b'{"custom_id":"x","method":"POST","url":"/v1/completions","body":{"seed": 123456789012345678901, "a":1.0}}'
         )
         (request,) = read(b"\xef\xbb\xbf" + text + b"\r\n\n  \n")
-        assert isinstance(request, Request)
+        assert isinstance(request, RequestLine)
         assert bytes(request.body) == b'{"seed": 123456789012345678901, "a":1.0}'
 
     @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ class TestLines:
     )
     def test_invalid(self, data: bytes, custom_id: str | None, said: str) -> None:
         invalid, good = read(data + b"\n" + line())[-2:]
-        assert isinstance(invalid, InvalidLine) and isinstance(good, Request)
+        assert isinstance(invalid, InvalidLine) and isinstance(good, RequestLine)
         assert invalid.custom_id == custom_id
         assert said in invalid.message
 
     def test_long_line_is_not_read_whole(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1000)
         first, good, last = read(b"x" * 5000 + b"\n" + line() + b"\n" + b"y" * 1001)
-        assert isinstance(first, InvalidLine) and isinstance(last, InvalidLine) and isinstance(good, Request)
+        assert isinstance(first, InvalidLine) and isinstance(last, InvalidLine) and isinstance(good, RequestLine)
 
     @given(
         st.lists(
@@ -86,17 +86,17 @@ class TestLines:
         filled = [(i, text) for i, text in texts if text.strip()]
         assert len(found) == len(filled)
         for each, (i, text) in zip(found, filled, strict=True):
-            assert isinstance(each, Request) == (text.strip() == line() and i == first)
+            assert isinstance(each, RequestLine) == (text.strip() == line() and i == first)
 
     @given(st.integers(0, 200), st.binary(min_size=1, max_size=3))
     def test_changed_byte(self, at: int, byte: bytes) -> None:
         text = line()
         damaged = text[: at % len(text)] + byte.replace(b"\n", b" ") + text[at % len(text) + 1 :]
         found = read(damaged + b"\n" + line(custom_id="another one"))
-        assert isinstance(found[-1], Request) and len(found) == 2
+        assert isinstance(found[-1], RequestLine) and len(found) == 2
 
 
-def requests(count: int) -> list[Request | InvalidLine]:
+def requests(count: int) -> list[RequestLine | InvalidLine]:
     return read(b"\n".join(line(custom_id=str(i)) for i in range(count)))
 
 
@@ -107,7 +107,7 @@ class TestOrder:
         sent: list[int] = []
         last = threading.Event()
 
-        def send(request: Request) -> Result:
+        def send(request: RequestLine) -> ResultLine:
             number = int(request.custom_id)
             sent.append(number)
             if number == min(concurrency - 1, 20):
@@ -125,7 +125,7 @@ class TestOrder:
         taken = 0
         written: list[bytes] = []
 
-        def given() -> Iterator[Request | InvalidLine]:
+        def given() -> Iterator[RequestLine | InvalidLine]:
             nonlocal taken
             for each in requests(200):
                 taken += 1
@@ -136,7 +136,7 @@ class TestOrder:
         assert len(written) == 200
 
     def test_results_before_a_failure_are_written(self) -> None:
-        def send(request: Request) -> Result:
+        def send(request: RequestLine) -> ResultLine:
             if request.custom_id == "5":
                 raise EngineError("gone")
             return result(request.custom_id, None, None)

@@ -11,9 +11,9 @@ from quire.protocol.errors import ConfigError
 from quire.replay.costs.fitted import timed_steps
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
-from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.scheduler_proc.trace.lines import AnyLine, End, Header, Result
 
 PROMPT = [3, 1, 4, 1, 5]

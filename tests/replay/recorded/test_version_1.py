@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.older_versions import upgrade
 from quire.replay.recorded.reader import TraceReader
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.scheduler_proc.trace.lines import Arrival, WorkerEpoch
 
 RECORDED = Path(__file__).parents[2] / "data/trace_version_1.jsonl.gz"

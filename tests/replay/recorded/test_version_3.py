@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tiers import thinned
 
-from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.reader import TraceReader
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.scheduler_proc.trace.lines import Keyframe
 
 DATA = Path(__file__).parents[2] / "data/traces_version_3.tar.xz"

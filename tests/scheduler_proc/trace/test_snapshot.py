@@ -14,8 +14,8 @@ from scheduler_driver import Driver, change
 from scheduler_load import Load, adapter_settings, program_settings, random_settings
 from tiers import thinned
 
-from quire.replay.recorded.command import replay_trace
 from quire.replay.recorded.exact import replay_lines
+from quire.replay.recorded.replay_trace import replay_trace
 from quire.scheduler_proc.trace.event_log import EventLog, RecordKind
 from quire.scheduler_proc.trace.lines import Header, Keyframe, decode_line, encode_line
 from quire.scheduler_proc.trace.snapshot import Column, Snapshot

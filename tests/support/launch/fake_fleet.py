@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.launch.fleet.fleet_policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.places import LocalPlaces, Places
-from quire.launch.fleet.policy import FleetCounts, FleetPolicy
 from quire.launch.supervision.members import Process, Role
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import EngineError

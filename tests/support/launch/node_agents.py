@@ -15,7 +15,7 @@ import msgspec
 from quire import LLM
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.agent import Agent
-from quire.launch.nodes.heads import Heads
+from quire.launch.nodes.connected_heads import ConnectedHeads
 from quire.launch.nodes.keys import HEAD_SECRET, load_node_key, make_keys
 from quire.launch.nodes.remote_workers import NodeWorkers
 from quire.launch.offline import llm as offline
@@ -103,7 +103,7 @@ def agent_in_thread(folder: Path, *, devices: int = 1, info: NodeInfo | None = N
     address = f"tcp://127.0.0.1:{port.number}"
     agent = Agent(address, load_curve_keys(node, "--keys"), devices)
     if info is not None:
-        agent.heads = Heads(info, agent)
+        agent.heads = ConnectedHeads(info, agent)
     is_stopping = threading.Event()
 
     def run() -> None:

@@ -107,7 +107,7 @@ class PooledResponse:
                 answered.prompt_tokens = self._run.num_prompt_tokens
 
     async def _respond(self, send: Send) -> None:
-        writer = _Writer(send, self._entries.answer.id)
+        writer = _PooledWriter(send, self._entries.answer.id)
         kept: Batch = []
         writer.parts.append(self._entries.head())
         async for batch in self._run.results():
@@ -122,7 +122,7 @@ class PooledResponse:
             await writer.write(part)
         await writer.finish()
 
-    async def _write(self, writer: "_Writer", batch: Batch) -> bool:
+    async def _write(self, writer: "_PooledWriter", batch: Batch) -> bool:
         """Write the entries of a batch; return whether there were any."""
         has_any = False
         for index, outcome in batch:
@@ -148,7 +148,7 @@ class PooledResponse:
         tracer.record(scope["headers"], span)
 
 
-class _Writer:
+class _PooledWriter:
     """A body in parts. It has a Content-Length if it is complete before the first flush.
 
     ``parts``: what is not sent yet.

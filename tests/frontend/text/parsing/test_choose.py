@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, Content, Thought
-from quire.frontend.text.parsing.choose import AnswerFormat, choose_format
+from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.protocol.errors import ConfigError
 
 MARKERS = ("<think>", "</think>")

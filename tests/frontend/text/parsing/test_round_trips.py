@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quire.frontend.text.chat_template import ChatTemplate
-from quire.frontend.text.messages import check_messages
+from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Thought
-from quire.frontend.text.parsing.choose import AnswerFormat, choose_format
+from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized
 from quire.protocol.errors import InvalidRequest
 from tests.support.launch.answer_texts import split

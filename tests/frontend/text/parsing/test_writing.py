@@ -9,7 +9,7 @@ from grammar_cases import fits
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, Content, Event, Thought
-from quire.frontend.text.parsing.choose import AnswerFormat, choose_format
+from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, between_markers
 from quire.frontend.text.parsing.writing import MAX_DEFINITIONS, WRITINGS
 from quire.protocol.request.output_form import Form, schemas_in

@@ -8,7 +8,7 @@ from front_end import FrontEnd
 
 from quire.frontend.http.serving.server import FleetLink
 from quire.launch import cli
-from quire.launch.fleet.command import STALLED_S, Engine, is_done, table, wait
+from quire.launch.fleet.engine_orders import STALLED_S, ListedEngine, is_done, table, wait
 from quire.protocol.errors import EngineError
 from quire.protocol.process.fleet_orders import ALL
 from quire.protocol.routing import EnginePlace
@@ -70,8 +70,8 @@ def run(server: FrontEnd, *words: str) -> None:
     cli.main(["engines", "--url", f"http://127.0.0.1:{server.port}", *words])
 
 
-def engine(number: int, state: str = "serving", starts: int = 1, detail: str | None = None) -> Engine:
-    return Engine(number, state, starts, detail, None, None, None, None)
+def engine(number: int, state: str = "serving", starts: int = 1, detail: str | None = None) -> ListedEngine:
+    return ListedEngine(number, state, starts, detail, None, None, None, None)
 
 
 def test_table(server: FrontEnd, fleet: FakeFleet, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_a_server_without_keys_or_with_one_engine(
         ("resume", 1, [engine(0), engine(1, "drained")], False),
     ],
 )
-def test_when_an_order_is_done(order: str, number: int, engines: list[Engine], done: bool) -> None:
+def test_when_an_order_is_done(order: str, number: int, engines: list[ListedEngine], done: bool) -> None:
     assert is_done(order, number, [engine(0), engine(1)], engines) is done
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from quire.bench.measure.report import Table, rounded
 from quire.protocol.errors import ConfigError, counted
-from quire.replay.command import UsageError, check_repeats, load_options, run_options
 from quire.replay.output import ReplayResult, check_outputs, progress_bar, publish
 from quire.replay.plan.search import LeastSearch
+from quire.replay.replay import UsageError, check_repeats, load_options, run_options
 from quire.replay.report.summary import percent
 from quire.replay.simulate.sweep import SweepRow, SweepTask, points_of, run_points
 

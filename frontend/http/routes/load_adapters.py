@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.frontend.adapters.adapters import Adapters
+from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.frontend.http.routes.admin import TIMEOUT_S
 from quire.frontend.http.routes.models import adapter_card
 from quire.frontend.http.schema.errors import ApiError, shorten
@@ -89,6 +89,6 @@ async def _unloaded(server: Server, adapter: AdapterRef, *, force: bool) -> bool
         return False
 
 
-def _adapters(server: Server) -> Adapters:
+def _adapters(server: Server) -> ServedAdapters:
     assert server.settings.adapters is not None  # without them the routes do not exist
     return server.settings.adapters

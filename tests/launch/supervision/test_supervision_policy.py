@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from quire.launch.supervision.members import STANDBY_DELAY_S, Process, Role
-from quire.launch.supervision.policy import (
+from quire.launch.supervision.supervision_policy import (
     ADOPTION_S,
     BACKOFF_S,
     MAX_DEATHS,

@@ -34,7 +34,7 @@ DEVICE_S = 15.0
 """Longest wait for a device that a worker of another head uses: that head may have died, which its silence shows."""
 
 
-class Runner(Protocol):
+class WorkerRunner(Protocol):
     """Carries out decisions."""
 
     def send(self, head: bytes, message: Any) -> None:
@@ -50,7 +50,7 @@ class Runner(Protocol):
         ...
 
     def kill(self, process: WatchedProcess) -> None:
-        """Kill a worker without waiting for its end, which is then reported by ``Heads.ended``."""
+        """Kill a worker without waiting for its end, which is then reported by ``ConnectedHeads.ended``."""
         ...
 
     def forget(self, head: bytes) -> None:
@@ -76,15 +76,15 @@ class _Head:
     workers: dict[int, _Worker] = field(default_factory=dict)
 
 
-class Heads:
+class ConnectedHeads:
     """The heads that are connected to a node, and their workers.
 
     Invariants (``check``): a process is a worker of one head, or was killed and has not ended yet; no device is used by
     two processes that were not killed; a worker waits only while its device is used.
     """
 
-    def __init__(self, info: NodeInfo, runner: Runner) -> None:
-        """``info``: the answer to JoinNode; its port is replaced by that of ``Runner.open``."""
+    def __init__(self, info: NodeInfo, runner: WorkerRunner) -> None:
+        """``info``: the answer to JoinNode; its port is replaced by that of ``WorkerRunner.open``."""
         self._info = info
         self._runner = runner
         self._heads: dict[bytes, _Head] = {}

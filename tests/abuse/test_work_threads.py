@@ -11,14 +11,14 @@ from front_end import EndlessEngine
 from tokenizers import Tokenizer, models
 
 from quire.frontend.http.app import make_app
-from quire.frontend.http.serving.lanes import (
+from quire.frontend.http.serving.server import ServerSettings
+from quire.frontend.http.serving.work_threads import (
     MAX_LONG_CHARS,
     NUM_HUGE_TEXTS,
     NUM_LONG_TEXTS,
-    ConversationLanes,
-    TextLanes,
+    ConversationThreads,
+    TextThreads,
 )
-from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 WAIT_S = 30.0
@@ -109,7 +109,7 @@ def in_lanes(
     async def run() -> None:
         text_in = TextIn()
         text_in.is_slow = is_slow
-        lanes = TextLanes(text_in)
+        lanes = TextThreads(text_in)
         await asyncio.gather(*(lanes.run(num_chars, work) for _ in range(times)))
 
     asyncio.run(run())
@@ -117,7 +117,7 @@ def in_lanes(
 
 
 def test_long_conversations_do_not_delay_short_ones_with_template_variables() -> None:
-    lanes, unblock = ConversationLanes(TextIn()), threading.Event()
+    lanes, unblock = ConversationThreads(TextIn()), threading.Event()
 
     async def run() -> list[str]:
         options = (ChatOptions(), ChatOptions(variables={"x": 1}))

@@ -26,7 +26,7 @@ NUM_READS = 2
 T = TypeVar("T")
 
 
-class Adapters:
+class ServedAdapters:
     """Finds the adapter of a name: in the table of the server, or as a folder of ``--lora-dir``.
 
     A name of the table stands for the content that was loaded. A folder of ``--lora-dir`` stands for what is in it when

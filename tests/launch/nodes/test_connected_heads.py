@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.launch.nodes.heads import DEVICE_S, HEARTBEAT_S, KILL_S, SILENT_S, Heads
+from quire.launch.nodes.connected_heads import DEVICE_S, HEARTBEAT_S, KILL_S, SILENT_S, ConnectedHeads
 from quire.launch.supervision.members import WatchedProcess
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.codec import ProtocolError
@@ -46,7 +46,7 @@ class FakeAgent:
     """Heads, and a Runner that records."""
 
     def __init__(self) -> None:
-        self.heads = Heads(INFO, self)
+        self.heads = ConnectedHeads(INFO, self)
         self.sent: list[tuple[bytes, Any]] = []
         self.started: list[FakeProcess] = []
         self.open_heads: set[bytes] = set()

@@ -5,8 +5,8 @@ import random
 import pytest
 from fake_fleet import DRAIN_S, FakeFleet, FakeProcess
 
-from quire.launch.fleet.engines import BACKOFF_S, DRAIN_GRACE_S, FIRST_STARTS, PLACE_S, STABLE_S, STOP_S
-from quire.launch.supervision.policy import MAX_DEATHS, SILENT_S, START_S
+from quire.launch.fleet.fleet_engines import BACKOFF_S, DRAIN_GRACE_S, FIRST_STARTS, PLACE_S, STABLE_S, STOP_S
+from quire.launch.supervision.supervision_policy import MAX_DEATHS, SILENT_S, START_S
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.process.child import EX_CONFIG, Command

@@ -21,7 +21,7 @@ STALLED_S = 120.0
 """Time without any change of the engines after which an order is no longer waited for."""
 
 
-class Engine(msgspec.Struct, frozen=True):
+class ListedEngine(msgspec.Struct, frozen=True):
     """One engine, as ``/admin/engines`` lists it."""
 
     engine: int
@@ -35,7 +35,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class _List(msgspec.Struct, frozen=True):
-    engines: list[Engine]
+    engines: list[ListedEngine]
 
 
 def add_engines_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +94,7 @@ class EngineAdmin:
         self._server = PlainServer(url)
         self._headers = bearer(key)
 
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[ListedEngine]:
         """
         Raises:
             ConfigError: the server cannot be reached.
@@ -102,14 +102,14 @@ class EngineAdmin:
         """
         return self._request("/admin/engines", "GET")
 
-    def order(self, order: str, engine: int) -> list[Engine]:
+    def order(self, order: str, engine: int) -> list[ListedEngine]:
         """Give an order; return the engines before it. ``engine``: number of an engine, or ALL.
 
         Raises: as ``engines``.
         """
         return self._request(f"/admin/engines/{order}{'' if engine == ALL else f'?engine={engine}'}", "POST")
 
-    def _request(self, path: str, method: str) -> list[Engine]:
+    def _request(self, path: str, method: str) -> list[ListedEngine]:
         try:
             return msgspec.json.decode(self._server.request(path, self._headers, method), type=_List).engines
         except urllib.error.HTTPError as error:
@@ -137,13 +137,13 @@ def _reason(status: int, body: str) -> str:
 
 
 def wait(
-    read: Callable[[], list[Engine]],
+    read: Callable[[], list[ListedEngine]],
     order: str,
     engine: int,
-    before: list[Engine],
+    before: list[ListedEngine],
     clock: Callable[[], float],
     pause: Callable[[float], None],
-) -> list[Engine]:
+) -> list[ListedEngine]:
     """Wait until an order is carried out, and write a line at each change of a state; return the engines then.
 
     Args:
@@ -170,7 +170,7 @@ def wait(
         pause(POLL_S)
 
 
-def is_done(order: str, engine: int, before: list[Engine], engines: list[Engine]) -> bool:
+def is_done(order: str, engine: int, before: list[ListedEngine], engines: list[ListedEngine]) -> bool:
     """Whether an order has been carried out.
 
     Raises:
@@ -197,13 +197,13 @@ def is_done(order: str, engine: int, before: list[Engine], engines: list[Engine]
             return len(started) == len(waited) and all(each.state == "serving" for each in waited)
 
 
-def _check_none_failed(engines: list[Engine]) -> None:
+def _check_none_failed(engines: list[ListedEngine]) -> None:
     for each in engines:
         if each.state == "failed":
             raise EngineError(f"engine {each.engine} did not start: {each.detail} (the server tries again)")
 
 
-def table(engines: list[Engine]) -> str:
+def table(engines: list[ListedEngine]) -> str:
     """Return a table of the engines, for people."""
     head = ("engine", "state", "KV use", "running", "waiting", "starts", "")
     rows = [head, *(_row(each) for each in engines)]
@@ -212,11 +212,11 @@ def table(engines: list[Engine]) -> str:
     return "\n".join(lines)
 
 
-def _row(each: Engine) -> tuple[str, ...]:
+def _row(each: ListedEngine) -> tuple[str, ...]:
     use = "-" if each.kv_use is None else f"{each.kv_use:.0%}"
     counts = ("-" if count is None else str(count) for count in (each.running, each.waiting))
     return (str(each.engine), each.state, use, *counts, str(each.starts), each.detail or "")
 
 
-def _state(each: Engine) -> str:
+def _state(each: ListedEngine) -> str:
     return f"{each.state} (start {each.starts})" + (f": {each.detail}" if each.detail else "")

@@ -14,7 +14,7 @@ LINKED = ("serving", "draining", "drained")
 """States of engines that have a link."""
 
 
-class Transport(Protocol):
+class LinkOpener(Protocol):
     """The links to the engines."""
 
     def open(self, place: EnginePlace) -> Session:
@@ -30,7 +30,7 @@ class Transport(Protocol):
         ...
 
 
-class Engine:
+class LinkedEngine:
     """One engine: its place, and its session while it has a link."""
 
     def __init__(self, place: EnginePlace) -> None:
@@ -65,7 +65,7 @@ class Engine:
         return self.place.directory, self.place.incarnation
 
 
-class Engines:
+class LinkedEngines:
     """Owns the links to the engines. Does not know which streams are on them.
 
     Attributes:
@@ -75,24 +75,24 @@ class Engines:
         since: when the present state began.
     """
 
-    def __init__(self, transport: Transport, drain_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, opener: LinkOpener, drain_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``drain_timeout``: seconds after which the streams of a draining engine are moved."""
-        self._transport, self._drain_timeout, self._clock = transport, drain_timeout, clock
-        self._by_number: dict[int, Engine] = {}
+        self._opener, self._drain_timeout, self._clock = opener, drain_timeout, clock
+        self._by_number: dict[int, LinkedEngine] = {}
         self.places: list[EnginePlace] = []
         self.pause = ""
         self.was_ready = False
         self._last_state = self.state
         self.since = clock()
 
-    def __getitem__(self, number: int) -> Engine:
+    def __getitem__(self, number: int) -> LinkedEngine:
         return self._by_number[number]
 
-    def get(self, number: int) -> Engine | None:
+    def get(self, number: int) -> LinkedEngine | None:
         return self._by_number.get(number)
 
     @property
-    def all(self) -> list[tuple[int, Engine]]:
+    def all(self) -> list[tuple[int, LinkedEngine]]:
         return list(self._by_number.items())
 
     @property
@@ -133,13 +133,13 @@ class Engines:
             if engine.is_usable and number not in refused_by and not engine.has(request_id)
         ]
 
-    def set_places(self, places: list[EnginePlace]) -> list[Engine]:
+    def set_places(self, places: list[EnginePlace]) -> list[LinkedEngine]:
         """Apply a new list. Return the engines whose link is to be closed: their scheduler has ended."""
         self.places = places
         gone = self._by_number.keys() - {place.engine for place in places}
         lost = [self._by_number.pop(number) for number in sorted(gone)]
         for place in places:
-            engine = self._by_number.setdefault(place.engine, Engine(place))
+            engine = self._by_number.setdefault(place.engine, LinkedEngine(place))
             before, engine.place = engine.key, place
             if place.state != "draining":
                 engine.drain_until, engine.has_reported_drained = None, False
@@ -152,11 +152,11 @@ class Engines:
     def open_links(self) -> None:
         for engine in self._by_number.values():
             if engine.is_linkable and engine.session is None:
-                engine.session = self._transport.open(engine.place)
+                engine.session = self._opener.open(engine.place)
 
-    def close_link(self, engine: Engine) -> None:
+    def close_link(self, engine: LinkedEngine) -> None:
         engine.session = None
-        self._transport.close(engine.place.engine)
+        self._opener.close(engine.place.engine)
 
     def note_state(self) -> None:
         """Note when the state has changed; call after each change of an engine."""
@@ -183,4 +183,4 @@ class Engines:
             return
         for number in sorted(draining.keys() - {each.engine for each in streams}):
             draining[number].has_reported_drained = True
-            self._transport.report_drained(number)
+            self._opener.report_drained(number)

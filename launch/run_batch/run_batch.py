@@ -21,7 +21,7 @@ from quire.launch.offline.remote import base_url, server_key
 from quire.launch.run_batch.lines import read_lines
 from quire.launch.run_batch.local_server import with_server
 from quire.launch.run_batch.runner import Summary, run_lines
-from quire.launch.run_batch.sender import Sender, Target
+from quire.launch.run_batch.sender import Sender, ServerAddress
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import start_logging
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     with lines_file as lines, results_file as output:
         if args.url is not None:
             check_no_settings(engine, server)
-            sender = Sender(Target(base_url(args.url), key=server_key(args.server_key)))
+            sender = Sender(ServerAddress(base_url(args.url), key=server_key(args.server_key)))
             summary = _run(lines, output, sender, args.concurrency)
         else:
             summary = _run_locally(lines, output, engine, server, args.concurrency)
@@ -90,7 +90,7 @@ def _run_locally(
     senders: list[Sender] = []
 
     def work(path: str) -> Summary:
-        senders.append(Sender(Target(uds=path)))
+        senders.append(Sender(ServerAddress(uds=path)))
         return _run(lines, output, senders[0], concurrency)
 
     def stop() -> None:

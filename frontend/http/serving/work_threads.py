@@ -21,7 +21,7 @@ NUM_HUGE_TEXTS = 2
 T = TypeVar("T")
 
 
-class TextLanes:
+class TextThreads:
     """Processes short texts at once, long ones in one thread pool, and huge ones in a smaller pool of their own.
 
     If the tokenizer has been slow once, short texts are processed like long ones.
@@ -43,7 +43,7 @@ class TextLanes:
         return await asyncio.get_running_loop().run_in_executor(lane, work)
 
 
-class ConversationLanes:
+class ConversationThreads:
     """One thread for short conversations, one for those with template variables, and a pool for the others. Each waits
     only for those of its kind, as for the template's helpers."""
 

@@ -132,7 +132,7 @@ def _is_as_recorded(args: argparse.Namespace, format: str) -> bool:
 
 
 def _exact_record(args: argparse.Namespace) -> RunRecord:
-    from quire.replay.recorded.command import replay_trace
+    from quire.replay.recorded.replay_trace import replay_trace
 
     with progress_bar(None) as progress:
         return replay_trace(args.trace, lenient=args.lenient, progress=progress)

@@ -8,10 +8,10 @@ the others serve; front ends move its requests to them. The router and the front
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from quire.launch.fleet.engines import FIRST_STARTS, STABLE_S, EngineRunner, Engines, backoff
+from quire.launch.fleet.fleet_engines import FIRST_STARTS, STABLE_S, EngineRunner, FleetEngines, backoff
 from quire.launch.fleet.places import Places
 from quire.launch.supervision.members import Member, Process, Role
-from quire.launch.supervision.policy import END_S, MAX_DEATHS, SILENT_S, START_S
+from quire.launch.supervision.supervision_policy import END_S, MAX_DEATHS, SILENT_S, START_S
 from quire.protocol.errors import ConfigError, EngineError, QuireError
 from quire.protocol.process.child import EX_CONFIG, Command, Report
 from quire.protocol.process.log import event_logger
@@ -21,7 +21,7 @@ from quire.protocol.routing import EnginePlace
 log = event_logger("fleet")
 
 
-class Runner(EngineRunner, Protocol):
+class FleetRunner(EngineRunner, Protocol):
     """Executes decisions: starts, notifies and kills processes. A process that cannot be started now: EngineError."""
 
     def start_router(self, incarnation: int) -> Process: ...
@@ -40,11 +40,13 @@ class FleetPolicy:
     """Policy of the processes of a server with several engines. ``fatal_error`` is set if it cannot continue: no engine
     could ever start, or front ends cannot run.
 
-    Invariants (``check``): those of Engines; a router or front end that is not running has a time at which it will be
-    started; all know the newest list of engines.
+    Invariants (``check``): those of FleetEngines; a router or front end that is not running has a time at which it
+    will be started; all know the newest list of engines.
     """
 
-    def __init__(self, counts: FleetCounts, root: str, places: Places, runner: Runner, drain_timeout: float) -> None:
+    def __init__(
+        self, counts: FleetCounts, root: str, places: Places, runner: FleetRunner, drain_timeout: float
+    ) -> None:
         """
         Args:
             root: the fleet's directory.
@@ -53,7 +55,7 @@ class FleetPolicy:
         self._counts = counts
         self._runner = runner
         self.front_ends: list[Member] = []
-        self.engines = Engines(root, places, runner, self.front_ends, drain_timeout)
+        self.engines = FleetEngines(root, places, runner, self.front_ends, drain_timeout)
         self.router: Member | None = None
         self.router_incarnation = 0
         self.restarts = Restarts()

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from quire.launch.fleet.engine_slot import EngineSlot, Goal
 from quire.launch.fleet.places import Places
-from quire.launch.fleet.slots import EngineSlot, Goal
 from quire.launch.supervision.members import Member, Process
 from quire.protocol.config import RankPlace
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest, QuireError
@@ -50,7 +50,7 @@ class EngineRunner(Protocol):
     def kill(self, process: Process) -> None: ...
 
 
-class Engines:
+class FleetEngines:
     """Owns a slot per engine, and the rolling restart.
 
     Attributes:

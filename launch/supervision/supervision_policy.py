@@ -32,7 +32,7 @@ BACKOFF_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 """Delay before the first, second, ... restart in a row."""
 
 
-class Runner(Protocol):
+class ProcessRunner(Protocol):
     """Executes decisions: starts, notifies and kills processes."""
 
     def start(self, role: Role, *, incarnation: int, worker_epoch: int, index: int) -> Process: ...
@@ -63,7 +63,7 @@ class SupervisionPolicy:
     process has a time at which it will be started.
     """
 
-    def __init__(self, counts: ProcessCounts, runner: Runner) -> None:
+    def __init__(self, counts: ProcessCounts, runner: ProcessRunner) -> None:
         self._counts = counts
         self._runner = runner
         self.worker_epoch = FIRST_WORKER_EPOCH

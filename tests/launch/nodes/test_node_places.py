@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from node_agents import agent_in_thread
 
-from quire.launch.nodes import node_link, places
+from quire.launch.nodes import node_link, node_places
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.keys import make_keys
-from quire.launch.nodes.places import NodePlaces
+from quire.launch.nodes.node_places import NodePlaces
 from quire.launch.nodes.sources import NodeSources
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION
 from quire.protocol.wire.node_messages import NodeInfo
@@ -28,7 +28,7 @@ class FakeThread:
 
 
 def test_an_engine_that_has_ended_gets_another_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "NodeThread", lambda *_: FakeThread())
+    monkeypatch.setattr(node_places, "NodeThread", lambda *_: FakeThread())
     _, head = make_keys(tmp_path / "keys")
     addresses = [f"tcp://10.0.0.{n}:7100" for n in range(3)]
     given = NodePlaces(NodeSources(addresses, []), head, 1)
