@@ -51,7 +51,7 @@ _PACKAGES = (
 """Those with the classes of the state: they have no side effects."""
 _RENAMED = {"choice.Choice": "choice.LoadChoice"}
 """Classes in snapshots of an earlier Quire, with their names of today."""
-_MOVED: dict[str, str] = {}
+_MOVED = {"in_flight.StepsInFlight._vocab_size": "", "in_flight.StepsInFlight._pooling": ""}
 """Fields in snapshots of an earlier Quire, with their place in today's Scheduler; empty for those that are no state."""
 
 
