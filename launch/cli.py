@@ -235,9 +235,10 @@ def _serve(args: argparse.Namespace) -> None:
     from quire.launch.config.engine_config import make_engine_config
     from quire.launch.config.model_folder import find_model
     from quire.launch.nodes.sources import warn_of_device
-    from quire.launch.serve import model_display_name, serve
+    from quire.launch.serve import check_options, model_display_name, serve
 
     engine, front_end = with_adapters(*read_options(args))
+    check_options(front_end)
     start_logging(front_end.logs)
     folder = find_model(engine.model)
     name = model_display_name(folder, engine.model)

@@ -59,18 +59,22 @@ class Signals:
             self.count, self._counted = self.count + 1, self._now()
 
 
+def check_options(options: ServeOptions) -> None:
+    """Raise ConfigError for a setting of the front ends that cannot be used, before the model is read."""
+    check_ranges(options)
+    check_network(options)
+    check_metrics_prefix(options.metrics_prefix)
+    check_tracing(options.otlp_traces_endpoint)
+
+
 def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerProgram = REAL_WORKER) -> None:
-    """Serve until one of STOP_SIGNALS. A second signal stops at once.
+    """Serve with checked options until one of STOP_SIGNALS. A second signal stops at once.
 
     Raises:
         ConfigError: a setting cannot be used, the address is in use, or a child refused its settings or checkpoint.
         EngineError: the engine cannot continue, with the reason.
     """
     started = time.monotonic()
-    check_ranges(options)
-    check_network(options)
-    check_metrics_prefix(options.metrics_prefix)
-    check_tracing(options.otlp_traces_endpoint)
     check_nodes(config, options, simulated=worker is not REAL_WORKER)
     keys = read_api_keys(options)
     config = with_api_keys(config, keys)

@@ -2,13 +2,14 @@
 
 import faulthandler
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 from checkpoints import make_checkpoint
+from lent_engines import LentEngines
 from side_runs import PROGRAMS, SideRuns
 
 # Threads of several test processes that share a few cores wait for each other at every barrier.
@@ -36,6 +37,17 @@ LONG_FILES = (
 )
 """The longest test files, in the order in which several processes start them, so that none runs alone at the end."""
 
+
+SAME_ENGINE = {
+    "tests/end_to_end/test_grammar_beams.py": "demo",
+    "tests/end_to_end/test_offline_pause.py": "demo",
+    "tests/end_to_end/test_processes.py": "tiny",
+    "tests/end_to_end/test_running_forks.py": "demo",
+    "tests/end_to_end/test_structured.py": "demo",
+    "tests/launch/offline/test_offline.py": "tiny",
+    "tests/test_small_engine.py": "demo",
+}
+"""Files that borrow the same engine (``lent_engines.py``): with xdist one process runs them, and starts it once."""
 
 LIMITS = {"slow": 7200, "gpu": 1800, "full": 900}
 """Seconds that a test of a tier may take, also on a busy machine; pyproject.toml has the limit of the others."""
@@ -74,6 +86,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: item.name in PROGRAMS)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SAME_ENGINE.get(file, file)
+
+    return ByEngine(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     runs = session.config.stash[SIDE_RUNS] = SideRuns()
     if not session.config.option.collectonly and not ONE_OF_SEVERAL:
@@ -109,3 +133,17 @@ def checkpoint_factory(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
         return made[key]
 
     return factory
+
+
+@pytest.fixture(scope="session")
+def lent_engines() -> Iterator[LentEngines]:
+    engines = LentEngines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture
+def lend(lent_engines: LentEngines) -> Iterator[Callable[..., Any]]:
+    """Return ``LentEngines.lend``; what the test borrowed is checked after it."""
+    yield lent_engines.lend
+    lent_engines.check()

@@ -1,10 +1,12 @@
 """The engine of docs/small_engine.py returns the same tokens as ``LLM``, and stays short."""
 
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lent_engines import DEMO
 
 from quire import LLM, SamplingParams
 
@@ -21,18 +23,17 @@ def small_engine() -> Any:
     return module
 
 
-def test_same_tokens_as_llm(small_engine: Any) -> None:
+def test_same_tokens_as_llm(small_engine: Any, lend: Callable[..., LLM]) -> None:
     all_params = [
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=40),
     ]
     # A pool of 20 blocks is too small for all prompts together, so requests wait or are preempted.
-    settings = {"dtype": "float32", "num_gpu_blocks_override": 20}
-    engine = small_engine.SmallEngine(**settings)
-    with LLM(**settings) as llm:
-        for params in all_params:
-            expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-            assert engine.generate(PROMPTS, params) == expected
+    engine = small_engine.SmallEngine(dtype="float32", deterministic=True, num_gpu_blocks_override=20)
+    llm = lend(**DEMO)
+    for params in all_params:
+        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+        assert engine.generate(PROMPTS, params) == expected
     engine.scheduler.check()
 
 

@@ -56,7 +56,6 @@ def make_engine_config(
         model = _read_model(folder, with_weights=options.load_format != "dummy")
     model = with_pooling(_quantised(options, model), options.pooling)
     template = chat_template_source(options.chat_template)
-    model = with_end_tokens(model, folder, template)
     options = for_model(options, model)
     device = _device(options.device)
     dtype = model.dtype if options.dtype == "auto" else options.dtype
@@ -76,7 +75,7 @@ def make_engine_config(
     settings["ssd_cache_dir"] = _absolute(options.ssd_cache_dir)
     return EngineConfig(
         **settings,
-        model=model,
+        model=with_end_tokens(model, folder, template),  # last: it starts a process, which a refusal does not need
         model_path=str(folder) if folder is not None else "",
         device=device,
         dtype=dtype,

@@ -19,6 +19,7 @@ from fault_server import FaultServer, Role, wait_until
 from live_streams import Answer, StreamRequest
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.launch import cli
 from quire.launch.config.model_folder import DEMO_MODEL
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.model.adapter_config import AdapterError
@@ -60,7 +61,7 @@ def requests(max_tokens: int, models: Sequence[str] = MODELS) -> list[StreamRequ
     return [request_of(max_tokens, model=model, **kind) for kind in kinds for model in models]
 
 
-MIXED = requests(100)
+MIXED = requests(40)
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,7 @@ def test_unload_with_requests(server: FaultServer, folder: Path) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.full
 def test_bad_adapters_leave_other_streams_alone(server: FaultServer, alone: list[Answer], folder: Path) -> None:
     """Requests of adapters that cannot be used are refused while streams of others run."""
 
@@ -281,19 +283,15 @@ def _patient_text(http: httpx.Client, model: str) -> str:
     raise AssertionError("no front end answers")
 
 
-def test_a_bad_module_ends_the_start_with_one_line(folder: Path) -> None:
-    server = FaultServer([*FLAGS, "--lora-modules", f"a={folder / 'bad'}"], wait=False)
-    with server:
-        assert server.process.wait(60) == 78
-        server.close()
-    (line,) = [line.text for line in server.log]
-    assert "DoRA is not supported" in line
+def test_a_bad_module_ends_the_start_with_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *FLAGS, "--lora-modules", f"a={folder / 'bad'}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 78 and "DoRA is not supported" in line
 
 
 @pytest.mark.full
 def test_run_batch_and_generate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from quire.launch import cli
-
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"model": model, **BODY}}
         for i, model in enumerate(("quire-demo", "one", "two", "none"))

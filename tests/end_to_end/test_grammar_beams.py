@@ -1,11 +1,12 @@
 """Beam search with a grammar finds what a plain search over the masked logits of transformers finds."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lent_engines import DEMO
 from tiers import thinned
 from transformers import AutoModelForCausalLM
 
@@ -26,10 +27,9 @@ def allowed(text: str) -> bool:
     return set(body) <= set(LETTERS) and not rest and (len(body) <= 9 if not mark else 2 <= len(body) <= 9)
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(dtype="float32", max_model_len=128, num_gpu_blocks_override=20, max_num_seqs=9) as llm:
-        yield llm
+@pytest.fixture
+def llm(lend: Callable[..., LLM]) -> LLM:
+    return lend(**DEMO)
 
 
 def plain_search(llm: LLM, model: Any, prompt: str, width: int) -> list[tuple[list[int], float]]:

@@ -1,8 +1,9 @@
 """Pauses of the offline API: nothing is lost, and no call waits for a pause that only its caller can end."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
+from lent_engines import DEMO
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import EngineError, InvalidRequest
@@ -13,10 +14,9 @@ LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(max_model_len=256, max_num_seqs=4, num_gpu_blocks_override=80, deterministic=True) as llm:
-        yield llm
+@pytest.fixture
+def llm(lend: Callable[..., LLM]) -> LLM:
+    return lend(**DEMO)
 
 
 def test_keep_continues_where_it_stopped_and_wait_lets_running_requests_finish(llm: LLM) -> None:

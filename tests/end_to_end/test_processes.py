@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import pytest
 import torch
 from checkpoints import greedy_tokens
 from engine_processes import engine_processes
+from lent_engines import TINY
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
+from quire.launch import cli
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 QUIRE = [sys.executable, "-P", "-m", "quire.launch.cli"]
@@ -29,11 +31,9 @@ def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any
     return checkpoint_factory("qwen3")
 
 
-@pytest.fixture(scope="module")
-def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
-    with LLM(tiny[0], max_model_len=128, num_gpu_blocks_override=40, block_size=8, max_num_seqs=16) as llm:
-        yield llm
-    assert not engine_processes()
+@pytest.fixture
+def llm(tiny: tuple[Path, Any], lend: Callable[..., LLM]) -> LLM:
+    return lend(tiny[0], **TINY)
 
 
 def _generate(model: Any, prompt: list[int], n: int) -> list[int]:
@@ -176,12 +176,17 @@ class TestTerminal:
         ],
     )
     def test_an_invalid_command_line_is_reported_in_one_line(
-        self, arguments: list[str], status: int, words: list[str]
+        self, arguments: list[str], status: int, words: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        done = subprocess.run([*QUIRE, *arguments], capture_output=True, text=True, timeout=60)
-        assert done.returncode == status
-        assert done.stderr.count("\n") == 1
-        assert all(word in done.stderr for word in words), done.stderr
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        shown = capsys.readouterr().err
+        assert (ended.value.code, shown.count("\n")) == (status, 1)
+        assert all(word in shown for word in words), shown
+
+    def test_a_refusal_is_the_exit_status_of_the_process(self) -> None:
+        done = subprocess.run([*QUIRE, "serve", "--block-size", "0"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr.count("\n")) == (78, 1)
 
     @pytest.mark.full
     def test_a_broken_checkpoint_is_refused_before_any_process_starts(

@@ -3,11 +3,12 @@
 The reference is the same request submitted whole, with its prompt and those tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engine_processes import engine_processes
+from lent_engines import DEMO
 from msgspec.structs import replace
 from tiers import thinned
 
@@ -18,7 +19,7 @@ from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest
 
-PROMPT = "Once upon a time there was"
+PROMPT = "<t>Once upon a time there was"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "minLength": 30, "maxLength": 40}, "age": {"type": "integer"}},
@@ -34,11 +35,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    thinking = {"reasoning_start_str": "Once", "reasoning_end_str": " the end."}
-    with LLM(deterministic=True, max_model_len=256, max_num_seqs=8, num_gpu_blocks_override=40, **thinking) as llm:
-        yield llm
+@pytest.fixture
+def llm(lend: Callable[..., LLM]) -> LLM:
+    return lend(**DEMO)
 
 
 def params_of(feature: str) -> SamplingParams:
@@ -66,7 +65,7 @@ def summary(request: RunningRequest) -> tuple[Any, ...]:
     return output.text, output.token_ids, output.finish_reason, output.stop_reason, chosen
 
 
-@pytest.mark.parametrize("feature", thinned(list(FEATURES), keep=2))
+@pytest.mark.parametrize("feature", thinned(list(FEATURES), keep=1))
 def test_children_equal_requests_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch, feature: str) -> None:
     sent: list[AddRequest] = []
     session = llm._calls.client.session if llm._calls.client is not None else None
@@ -81,7 +80,7 @@ def test_children_equal_requests_of_their_own(llm: LLM, monkeypatch: pytest.Monk
     assert forked_answers(llm, feature) == forked
     assert len({tuple(tokens) for _, tokens, *_ in forked}) > 3
     if feature == "thinking budget":
-        assert all(" the end." in text for text, *_ in forked[:-1])
+        assert all("</t>" in text for text, *_ in forked[:-1])
 
 
 @pytest.mark.full

@@ -36,7 +36,8 @@ def _conversation(answers: list[str], number: int, first: str = "Read the files.
     return messages
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, 1])
 def test_every_answer_is_the_scripts(tmp_path: Path, seed: int) -> None:
     lengths = make_script_checkpoint(tmp_path, {"other": ["Something else."], "files": ANSWERS}, seed=seed)
     settings = SamplingParams(temperature=0.0, max_tokens=1000)

@@ -4,13 +4,14 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 from engine_processes import engine_processes
 from json_schemas import schemas, validates
+from lent_engines import DEMO
 from tiers import thinned
 
 from quire import LLM, SamplingParams
@@ -20,11 +21,9 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(deterministic=True, max_model_len=512, max_num_seqs=32, num_gpu_blocks_override=70) as llm:
-        yield llm
-    assert not engine_processes(), "the grammar helper must end with the engine"
+@pytest.fixture
+def llm(lend: Callable[..., LLM]) -> LLM:
+    return lend(**DEMO)
 
 
 def mixed(llm: LLM, num_requests: int, num_schemas: int) -> None:

@@ -23,8 +23,9 @@ needs_3_7 = pytest.mark.skipif(
 
 
 @needs_3_7
+@pytest.mark.full
 def test_first_cases_in_the_interpreter(side_run: str) -> None:
-    """One shape of each kernel's test; ``make test-full`` runs more."""
+    """One shape of each kernel's test."""
     assert " passed" in side_run
 
 

@@ -211,6 +211,7 @@ class TestPlugins:
         with pytest.raises(InvalidRequest, match="only must be a token id"):
             ask(llm, extra_args={"only": "x"})
 
+    @pytest.mark.full
     def test_a_plugin_that_cannot_be_loaded_fails_the_start(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

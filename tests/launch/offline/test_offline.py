@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import greedy_tokens
+from lent_engines import TINY
 
 from quire import LLM, SamplingParams
 from quire.frontend.engine.job import NO_JOB
@@ -27,21 +28,9 @@ def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any
     return checkpoint_factory("qwen3")
 
 
-@pytest.fixture(scope="module")
-def llm(tiny: tuple[Path, Any]) -> Iterator[LLM]:
-    """Few blocks, so that requests are preempted, and a queue that the preempted requests alone may fill."""
-    with LLM(
-        tiny[0],
-        max_model_len=128,
-        num_gpu_blocks_override=40,
-        block_size=8,
-        max_num_seqs=16,
-        scheduling_policy="priority",
-        max_num_queued_reqs=2,
-        reserve_full_sequence=False,
-        watermark=0.0,
-    ) as llm:
-        yield llm
+@pytest.fixture
+def llm(tiny: tuple[Path, Any], lend: Callable[..., LLM]) -> LLM:
+    return lend(tiny[0], **TINY)
 
 
 @pytest.mark.full
