@@ -61,7 +61,7 @@ def requests(max_tokens: int, models: Sequence[str] = MODELS) -> list[StreamRequ
     return [request_of(max_tokens, model=model, **kind) for kind in kinds for model in models]
 
 
-MIXED = requests(40)
+MIXED = requests(70)
 
 
 @pytest.fixture(scope="module")
