@@ -13,9 +13,9 @@ class NewRows:
         self._next = first
         self._parts: list[Rows] = []
 
-    def add(self, start: int | None, rows: Rows) -> None:
-        """Add rows of which the first is row ``start``; None: the next one. Rows after a gap are dropped."""
-        num_known = 0 if start is None else self._next - start
+    def add(self, start: int, rows: Rows) -> None:
+        """Add rows of which the first is row ``start``. Rows after a gap are dropped."""
+        num_known = self._next - start
         if 0 <= num_known < len(rows[0]):
             self._next += len(rows[0]) - num_known
             # A view would keep the rows of all requests of the step.

@@ -14,7 +14,7 @@ from quire.frontend.engine.new_rows import NewRows
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
-from quire.protocol.wire.side_rows import SIDE_KINDS, Rows, RowsOf, SideKind
+from quire.protocol.wire.side_rows import SIDE_KINDS, Rows, RowsOf, SideKind, SideRows
 from quire.protocol.wire.timeline import TimelineEvent
 
 
@@ -38,9 +38,9 @@ class Stream:
     """
 
     __slots__ = (
-        "_num_deaths", "_num_tokens_at_death", "_side", "_update", "admitted", "engines",
-        "error", "handle", "link_number", "muted", "num_cached_tokens", "num_output_tokens", "on_over",
-        "on_update", "over", "parent", "request", "request_id", "timeline", "tokens", "was_introduced",
+        "_num_deaths", "_num_taken", "_num_tokens_at_death", "_side", "_update", "admitted", "engines", "error",
+        "handle", "link_number", "muted", "num_cached_tokens", "on_over", "on_update", "over", "parent", "request",
+        "request_id", "timeline", "tokens", "was_introduced",
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +59,6 @@ class Stream:
         self._num_deaths = self._num_tokens_at_death = 0
         self.on_update, self.on_over = on_update, on_over
         self.handle: int | None = None
-        self.num_output_tokens = len(known)
         self.num_cached_tokens = 0
         self.engines = ""
         self.was_introduced = False
@@ -68,7 +67,9 @@ class Stream:
         self.error: QuireError | None = None
         self.muted = False
         self.over = False
-        self._update = Update(known) if known else None
+        self._num_taken = 0
+        self._update: Update | None = None
+        """What is unread beside tokens and rows; None if there is nothing."""
         self._side: dict[SideKind, NewRows] | None = None
 
     @classmethod
@@ -89,8 +90,13 @@ class Stream:
         if self.error is not None:
             raise self.error
         update, self._update = self._update, None
+        if update is None and len(self.tokens) > self._num_taken:
+            update = Update()
         if update is not None:
-            update.num_output_tokens = self.num_output_tokens
+            update.token_ids = self.tokens[self._num_taken :].tolist()
+            self._num_taken = len(self.tokens)
+            if update.ended is None:
+                update.num_output_tokens = self._num_taken
             update.num_cached_tokens = self.num_cached_tokens
             update.admitted, update.timeline = self.admitted, self.timeline
             for kind, collected in () if self._side is None else self._side.items():
@@ -142,19 +148,10 @@ class Stream:
             self._side = {}
         if (found := self._side.get(kind)) is None:
             found = self._side[kind] = NewRows(first=int(kind.rows is RowsOf.PROMPT))
-        found.add(None if kind.rows is RowsOf.TOKENS else start, rows)
-
-    def add(self, token: int) -> None:
-        """Add an output token to the unread update. Called once per token of each stream."""
-        self.tokens.append(token)
-        self.num_output_tokens += 1
-        if self._update is None:
-            self._update = Update([token])
-        else:
-            self._update.token_ids.append(token)
+        found.add(start, rows)
 
     def pending(self) -> Update:
-        """Return the unread update, for the table to add to."""
+        """Return the unread update, for the table to add an ending or hypotheses to."""
         if self._update is None:
             self._update = Update()
         return self._update
@@ -217,7 +214,7 @@ class StreamTable:
         """End a stream with an error without waiting for the scheduler."""
         self.drop(stream)
         update = stream.pending()
-        update.ended, update.detail = EndReason.ERROR, detail
+        update.ended, update.detail, update.num_output_tokens = EndReason.ERROR, detail, len(stream.tokens)
         self._wake([stream])
 
     def apply(self, message: StepOutputs) -> None:
@@ -239,6 +236,9 @@ class StreamTable:
             touched = self._apply_tokens(handles, message.tokens.tolist())
         for side in message.side:
             kind = SIDE_KINDS[side.kind]
+            if kind.rows is RowsOf.TOKENS:
+                self._add_items(kind.field, side)
+                continue
             for handle, start, rows in side.parts():
                 self._by_handle[handle].add_rows(kind, start, rows)
         for handle, found in message.hypotheses:
@@ -246,9 +246,8 @@ class StreamTable:
         for ended in message.ended:
             stream = self._by_handle.pop(ended.handle)
             del self._by_id[stream.request_id]
-            stream.num_output_tokens = ended.num_output_tokens
             update = stream.pending()
-            update.ended = EndReason(ended.reason)
+            update.ended, update.num_output_tokens = EndReason(ended.reason), ended.num_output_tokens
             update.stop_reason, update.detail = ended.stop_reason, ended.detail
             stream.end()
             touched[ended.handle] = stream
@@ -288,9 +287,21 @@ class StreamTable:
         for handle, token in zip(handles, tokens, strict=True):
             stream = self._by_handle[handle]
             if not stream.muted:
-                stream.add(token)
+                stream.tokens.append(token)
             touched[handle] = stream
         return touched
+
+    def _add_items(self, field: str, side: SideRows) -> None:
+        """Add a value for each token to the unread updates. Called after the tokens were added."""
+        handles = side.handles if side.counts == [1] else [h for h, _, count, _ in side.spans for _ in range(count)]
+        for handle, item in zip(handles, side.items(), strict=True):
+            stream = self._by_handle[handle]
+            if not stream.muted:
+                found = getattr(stream.pending(), field)
+                if found is None:
+                    setattr(stream.pending(), field, [item])
+                else:
+                    found.append(item)
 
 
 def _handle_per_token(handles: Int32, counts: Int32 | None) -> list[int]:

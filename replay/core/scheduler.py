@@ -92,7 +92,7 @@ class ReplayScheduler(Scheduler):
         handles = self.in_flight.handles if output.handles is None else output.handles
         num_tokens = len(handles) if output.counts is None else int(output.counts.sum())
         output = msgspec.structs.replace(output, tokens=np.zeros(num_tokens, np.int32))
-        self.results.update_from_output(output, RecordedEndings(event.ended, event.beams), deliver=False)
+        self.results.update_from_output(output, RecordedEndings(event.ended, event.beams))
 
     def find(self, handle: int) -> Request | None:
         """Return the unfinished request with this handle; O(requests) when it is not running."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.side_rows import LOGPROBS, POOLED, SIDE_KINDS, Rows, RowsOf, SideKind, SideRows, find_rows
@@ -159,12 +160,12 @@ class Sampled:
 class StepsInFlight:
     """The queue of steps in flight, and the row order of the last result that contained handles."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.records: deque[InFlightStep] = deque()
         self.handles: Int32 = NO_HANDLES
         """Handles of the last result that contained handles; they apply to results without."""
         self._positions: dict[int, int] | None = {}
-        self._model = model
+        self._config = config
         self.verified: SteadyBatch | None = None
         """The steady batch if no other request sampled in the last result; otherwise None."""
 
@@ -181,11 +182,11 @@ class StepsInFlight:
             self._positions = dict(zip(self.handles.tolist(), range(len(self.handles)), strict=True))
         return self._positions[handle]
 
-    def match(self, output: ModelRunnerOutput, *, is_opaque: bool = False) -> tuple[InFlightStep, Sampled]:
+    def match(self, output: ModelRunnerOutput, *, is_recorded: bool = False) -> tuple[InFlightStep, Sampled]:
         """Validate the result of the oldest step; return that step, which the caller must remove, and its tokens.
 
         Args:
-            is_opaque: the result is from a trace, which has no vectors.
+            is_recorded: the result is from a trace, which has no rows beside tokens.
 
         Raises:
             WorkerFault: ``output`` cannot be the result of the oldest step; nothing has changed.
@@ -196,16 +197,16 @@ class StepsInFlight:
         self.check_handles(record, output, handles)
         check_counts(record, output, handles, tokens)
         # Viewed as unsigned, a negative id is a large one.
-        if len(tokens) and tokens.view(np.uint32).max() >= self._model.vocab_size:
+        if len(tokens) and tokens.view(np.uint32).max() >= self._config.model.vocab_size:
             worst = int(tokens.view(np.uint32).max().view(np.int32))
-            _raise(output, f"token id {worst} outside of the vocabulary of {self._model.vocab_size} tokens")
+            _raise(output, f"token id {worst} outside of the vocabulary of {self._config.model.vocab_size} tokens")
         if not 0.0 <= output.seconds < math.inf:
             _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
             _raise(output, _marks_fault(record, output, handles), "bad")
-        needs_pooled = bool(record.pooled) and not is_opaque
+        needs_pooled = bool(record.pooled) and not is_recorded
         if output.side or needs_pooled:
-            _raise(output, side_fault(record, output, handles, self._model, needs_pooled=needs_pooled))
+            _raise(output, side_fault(record, output, handles, self._config.model, needs_pooled=needs_pooled))
         if output.handles is not None:
             self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None

@@ -92,14 +92,12 @@ class Results:
         self._programs = programs
         self._endings = TokenEndings(table.stops)
 
-    def update_from_output(
-        self, output: ModelRunnerOutput, endings: Endings | None = None, *, deliver: bool = True
-    ) -> None:
+    def update_from_output(self, output: ModelRunnerOutput, recorded: Endings | None = None) -> None:
         """Apply the result of the oldest step in flight: append tokens, end requests, pass tokens to clients.
 
         Args:
-            endings: rules that end requests; None for the rules by tokens.
-            deliver: whether clients receive the tokens; False for a result from a trace.
+            recorded: the endings of a result from a trace, which has no tokens for clients and no rows beside them;
+                None for a worker's result, whose tokens end requests.
 
         Raises:
             WorkerFault: the result belongs to another step or is invalid, or the step was too large (StepTooLarge);
@@ -109,11 +107,10 @@ class Results:
             return
         if output.failure:
             raise StepTooLarge(output.failure)
-        record, sampled = self.in_flight.match(output, is_opaque=not deliver)
-        judge = self._endings if endings is None else endings
-        cut, owners = self._apply(record, sampled, output, judge)
+        record, sampled = self.in_flight.match(output, is_recorded=recorded is not None)
+        cut, owners = self._apply(record, sampled, output, recorded or self._endings)
         self._transfers.plan_stores()
-        if deliver:
+        if recorded is None:
             self.outputs.sampled(sampled, cut, owners)
 
     def is_stale(self, step: int) -> bool:

@@ -112,7 +112,7 @@ class Scheduler:
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
         )
-        self.in_flight = StepsInFlight(config.model)
+        self.in_flight = StepsInFlight(config)
         self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.table = RequestTable(config.scheduling_policy, self.steady_decode, self.in_flight, config.model.vocab_size)
         self.suspects = Suspects()
