@@ -36,8 +36,8 @@ class Collector:
     def start(self) -> None:
         """Disable automatic collection, and exclude all existing objects from collections."""
         gc.collect()
-        # Frozen objects are never traversed again, so that a full collection costs by what the engine made and not by
-        # the libraries it has loaded.
+        # Frozen objects are never traversed again, so that the cost of a full collection follows what the engine has
+        # made, and not the libraries that it has loaded.
         gc.freeze()
         gc.disable()
 

@@ -54,7 +54,7 @@ def plan_memory(
     else:
         total = psutil.virtual_memory().total
         usable = available_bytes() // config.sharing(rank)[0]
-    # One more than the slots, for the adapter that is being loaded.
+    # One more than a step may use, to which an adapter is loaded while the others are in use.
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
     block_bytes = layout.block_bytes + other_block_bytes

@@ -85,8 +85,8 @@ class BlockMover:
         try:
             self._host = HostTier(message, self._copies)
         except MapFailed as error:
-            # A worker without host memory still computes: every transfer fails with this reason, and the scheduler
-            # stops asking after three.
+            # A worker without host memory still computes: every transfer fails with this reason, and after three of
+            # them the scheduler stores nothing more.
             self._host = str(error)
 
     def open(self, message: DiskPages) -> None:
