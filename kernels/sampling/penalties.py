@@ -8,7 +8,8 @@ https://arxiv.org/abs/1909.05858). Then ``frequency * count + presence`` is subt
 Each operation is rounded to float32 once, so that all implementations give the same bits.
 """
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,49 +23,51 @@ COUNT_MASK = PROMPT_BIT - 1
 TILE_TOKENS = 2048
 
 
-def apply_penalties(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    offsets: torch.Tensor,
-    drafts: torch.Tensor,
-) -> None:
+class PenaltyRows(NamedTuple):
+    """The penalties of a step's positions.
+
+    Attributes:
+        slots: int32 or int64 ``[num_positions]``: each position's row of the counts, or -1 for no penalties.
+        repetition, frequency, presence: float32 ``[num_positions]``; the neutral values are 1, 0 and 0.
+        offsets: int64 ``[num_positions]``: drafts before position ``p`` are ``drafts[p - offsets[p] : p]``.
+        drafts: int64 ``[num_positions]``.
+    """
+
+    slots: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    offsets: torch.Tensor
+    drafts: torch.Tensor
+
+    def check(self, num_positions: int, device: torch.device, slot_dtypes: Collection[torch.dtype]) -> None:
+        """Raise ValueError unless each tensor has its shape and dtype, and is on ``device``."""
+        kinds = (slot_dtypes, *[(torch.float32,)] * 3, *[(torch.int64,)] * 2)
+        for name, tensor, dtypes in zip(self._fields, self, kinds, strict=True):
+            check_tensor(name, tensor, {"num_positions": num_positions}, dtypes, device)
+
+
+def apply_penalties(logits: torch.Tensor, counts: torch.Tensor, rows: PenaltyRows) -> None:
     """Penalise ``logits`` in place: on a GPU by Triton, on a CPU by torch (by C++: ``kernels.cpu.sampling.penalties``).
 
     Args:
         logits: float32 ``[num_positions, vocab]``, rows may be strided.
-        slots: int32 or int64 ``[num_positions]``: each position's row of ``counts``, or -1 for no penalties.
         counts: int32 ``[num_slots, vocab]``, rows may be strided.
-        repetition, frequency, presence: float32 ``[num_positions]``; the neutral values are 1, 0 and 0.
-        offsets: int64 ``[num_positions]``: drafts before position ``p`` are ``drafts[p - offsets[p] : p]``.
-        drafts: int64 ``[num_positions]``.
 
     Raises:
         ValueError: a tensor does not have this shape, dtype or device.
         IndexError: torch only: a slot or a draft is out of range. Triton ignores such a row or draft.
     """
-    arguments = (logits, slots, counts, repetition, frequency, presence, offsets, drafts)
     if not logits.is_cpu:
-        launch_penalties(*arguments)
+        launch_penalties(logits, counts, rows)
         return
-    check_penalties(*arguments)
-    apply_penalties_reference(*arguments)
+    _check(logits, counts, rows)
+    apply_penalties_reference(logits, counts, rows)
 
 
-def apply_penalties_reference(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    offsets: torch.Tensor,
-    drafts: torch.Tensor,
-) -> None:
+def apply_penalties_reference(logits: torch.Tensor, counts: torch.Tensor, rows: PenaltyRows) -> None:
     """Reference of ``apply_penalties`` in plain torch."""
+    slots, repetition, frequency, presence, offsets, drafts = rows
     at = torch.nonzero(slots >= 0)[:, 0]
     if not len(at):
         return
@@ -85,29 +88,19 @@ def apply_penalties_reference(
     logits[at] = torch.where(answer > 0, own - penalty, own)
 
 
-def launch_penalties(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    offsets: torch.Tensor,
-    drafts: torch.Tensor,
-) -> None:
+def launch_penalties(logits: torch.Tensor, counts: torch.Tensor, rows: PenaltyRows) -> None:
     """Apply the penalties by the Triton kernel.
 
     Raises:
         ValueError: as ``apply_penalties``.
         RuntimeError: Triton cannot launch here.
     """
-    check_penalties(logits, slots, counts, repetition, frequency, presence, offsets, drafts)
+    _check(logits, counts, rows)
     kernel = _kernel(logits.device)
     num_positions, vocab = logits.shape
     if num_positions and vocab:
         kernel[(num_positions, -(-vocab // TILE_TOKENS))](
-            logits, slots, counts, repetition, frequency, presence, offsets, drafts, vocab, len(counts),
-            logits.stride(0), counts.stride(0),
+            logits, counts, *rows, vocab, len(counts), logits.stride(0), counts.stride(0),
             **launch_constants(), enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -117,31 +110,12 @@ def launch_constants() -> dict[str, int]:
     return {"PROMPT_BIT": PROMPT_BIT, "TILE": TILE_TOKENS}
 
 
-def check_penalties(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    counts: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    offsets: torch.Tensor,
-    drafts: torch.Tensor,
-) -> None:
+def _check(logits: torch.Tensor, counts: torch.Tensor, rows: PenaltyRows) -> None:
     """Raise ValueError unless all arguments are valid for ``apply_penalties``."""
-    device = logits.device
-    check_tensor("logits", logits, {"num_positions": None, "vocab": None}, (torch.float32,), device)
+    check_tensor("logits", logits, {"num_positions": None, "vocab": None}, (torch.float32,), logits.device)
     num_positions, vocab = logits.shape
-    check_tensor("counts", counts, {"num_slots": None, "vocab": vocab}, (torch.int32,), device)
-    vectors = {
-        "slots": (slots, (torch.int32, torch.int64)),
-        "repetition": (repetition, (torch.float32,)),
-        "frequency": (frequency, (torch.float32,)),
-        "presence": (presence, (torch.float32,)),
-        "offsets": (offsets, (torch.int64,)),
-        "drafts": (drafts, (torch.int64,)),
-    }
-    for name, (tensor, dtypes) in vectors.items():
-        check_tensor(name, tensor, {"num_positions": num_positions}, dtypes, device)
+    check_tensor("counts", counts, {"num_slots": None, "vocab": vocab}, (torch.int32,), logits.device)
+    rows.check(num_positions, logits.device, (torch.int32, torch.int64))
 
 
 def _kernel(device: torch.device) -> Any:

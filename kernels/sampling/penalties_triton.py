@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def penalties_kernel(
-    logits, slots, counts, repetition, frequency, presence, offsets, drafts, vocab, num_slots, logits_stride,
+    logits, counts, slots, repetition, frequency, presence, offsets, drafts, vocab, num_slots, logits_stride,
     counts_stride,
     PROMPT_BIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from quire.kernels.common.checks import check_tensor
 from quire.kernels.cpu.native.library import Native
+from quire.kernels.sampling.penalties import PenaltyRows
 
 Int32 = npt.NDArray[np.int32]
 _CPU = torch.device("cpu")
@@ -102,16 +103,7 @@ class ListedCounts:
         check_tensor("slots", slots, dims, (torch.int64,), _CPU)
         self._count(slots, tokens, are_of_prompt=False)
 
-    def penalise(
-        self,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        repetition: torch.Tensor,
-        frequency: torch.Tensor,
-        presence: torch.Tensor,
-        offsets: torch.Tensor,
-        drafts: torch.Tensor,
-    ) -> None:
+    def penalise(self, logits: torch.Tensor, rows: PenaltyRows) -> None:
         """As ``kernels.sampling.penalties.apply_penalties``, from these counts; ignores slots and drafts out of range.
 
         Raises:
@@ -119,12 +111,8 @@ class ListedCounts:
         """
         dims = {"num_positions": None, "vocab": self._places.shape[1]}
         check_tensor("logits", logits, dims, (torch.float32,), _CPU)
-        floats = {"repetition": repetition, "frequency": frequency, "presence": presence}
-        vectors = {"slots": slots, **floats, "offsets": offsets, "drafts": drafts}
-        for name, vector in vectors.items():
-            dtype = torch.float32 if name in floats else torch.int64
-            check_tensor(name, vector, {"num_positions": len(logits)}, (dtype,), _CPU)
-        addresses = (vector.data_ptr() for vector in vectors.values())
+        rows.check(len(logits), _CPU, (torch.int64,))
+        addresses = (tensor.data_ptr() for tensor in rows)
         call = _PenaltyCall(self._at, logits.data_ptr(), logits.stride(0), *addresses, len(logits))
         self._penalise(ctypes.addressof(call))
 

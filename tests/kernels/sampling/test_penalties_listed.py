@@ -11,7 +11,7 @@ from penalty_case import PenaltyCase
 
 from quire.kernels.cpu.native.library import load_native
 from quire.kernels.cpu.sampling.penalties import ListedCounts
-from quire.kernels.sampling.penalties import COUNT_MASK, PROMPT_BIT, apply_penalties_reference
+from quire.kernels.sampling.penalties import COUNT_MASK, PROMPT_BIT, PenaltyRows, apply_penalties_reference
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**32)
@@ -70,7 +70,7 @@ class Slots:
         for slot, token in zip(slots, tokens, strict=True):
             self.dense[slot, token] += 1
 
-    def arguments(self, drafts: list[list[int]]) -> list[torch.Tensor]:
+    def arguments(self, drafts: list[list[int]]) -> tuple[torch.Tensor, PenaltyRows]:
         """Return random arguments of a call without the counts: rows with their drafts."""
         rng = self._rng
         offsets = [offset for own in drafts for offset in range(len(own) + 1)]
@@ -78,7 +78,7 @@ class Slots:
         given = [draft for own in drafts for draft in [*own, -1]]
         factors = [torch.tensor([rng.uniform(low, high) for _ in slots]) for low, high in ((0.1, 3), (-2, 2), (-2, 2))]
         logits = torch.randn(len(slots), self._vocab, generator=torch.Generator().manual_seed(rng.randrange(2**31)))
-        return [logits, ints(*slots), *factors, ints(*offsets), ints(*given)]
+        return logits, PenaltyRows(ints(*slots), *factors, ints(*offsets), ints(*given))
 
     def _tokens(self) -> list[int]:
         """Return random tokens, sometimes from few distinct ones, so that many repeat."""
@@ -99,18 +99,18 @@ def test_random_operations_equal_the_reference(seed: int, vocab: int) -> None:
         rng.choice([slots.grow, slots.begin, slots.add, slots.add])()
         slots.counts.check()
         assert torch.equal(slots.counts.dense(), slots.dense)
-        logits, positions, *rest = slots.arguments(slots.drafts())
+        logits, rows = slots.arguments(slots.drafts())
         want = logits.clone()
-        apply_penalties_reference(want, positions, slots.dense, *rest)
-        slots.counts.penalise(logits, positions, *rest)
+        apply_penalties_reference(want, slots.dense, rows)
+        slots.counts.penalise(logits, rows)
         assert torch.equal(logits, want)
 
 
 @pytest.mark.parametrize("vocab", [5, 77, 40_003])
 def test_case_with_every_penalty(vocab: int) -> None:
     case = PenaltyCase(vocab, CPU)
-    (got, slots, counts, *rest), want = case.arguments(), case.arguments()
-    of_dense(counts).penalise(got, slots, *rest)
+    (got, counts, rows), want = case.arguments(), case.arguments()
+    of_dense(counts).penalise(got, rows)
     apply_penalties_reference(*want)
     assert torch.equal(got, want[0])
     assert not torch.equal(got, case.logits)
@@ -125,12 +125,12 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
         counts.set_text(slot, rng.integers(0, 4_000, 900), rng.integers(0, 4_000, 900))
     logits = torch.randn(16, 4_000, generator=torch.Generator().manual_seed(0))
     factors = [torch.full((16,), factor) for factor in (1.2, 0.3, 0.1)]
-    rest = [torch.arange(16), *factors, torch.zeros(16, dtype=torch.int64), torch.full((16,), -1)]
+    rows = PenaltyRows(torch.arange(16), *factors, torch.zeros(16, dtype=torch.int64), torch.full((16,), -1))
     together = logits.clone()
-    counts.penalise(together, *rest)
+    counts.penalise(together, rows)
     for row in range(16):
         alone = logits[row : row + 1].clone()
-        counts.penalise(alone, *(column[row : row + 1] for column in rest))
+        counts.penalise(alone, PenaltyRows(*(column[row : row + 1] for column in rows)))
         assert torch.equal(together[row], alone[0])
 
 
@@ -138,8 +138,8 @@ def test_slots_and_tokens_out_of_range_are_ignored() -> None:
     case = PenaltyCase(20, CPU)
     counts = of_dense(case.counts)
     case.drafts[:], case.slots[0] = 20, 6
-    got, slots, _, *rest = case.arguments()
-    counts.penalise(got, slots, *rest)
+    got, _, rows = case.arguments()
+    counts.penalise(got, rows)
     case.offsets[:], case.slots[0] = 0, -1
     want = case.arguments()
     apply_penalties_reference(*want)
@@ -175,19 +175,17 @@ def test_lists_grow_only_with_the_longest_text() -> None:
 def test_invalid_arguments_are_rejected() -> None:
     case = PenaltyCase(20, CPU)
     counts = of_dense(case.counts)
-    logits, slots, _, *rest = case.arguments()
-    good = [logits, slots, *rest]
-    for place, wrong, error in [
-        (0, logits.double(), "logits: dtype"),
-        (0, logits[:, :9], "logits: dimension 1"),
-        (1, slots[:2], "slots: dimension 0"),
-        (1, slots.int(), "slots: dtype"),
-        (2, case.repetition.double(), "repetition: dtype"),
-        (5, case.offsets.int(), "offsets: dtype"),
+    logits, _, rows = case.arguments()
+    for own, wrong, error in [
+        (logits.double(), rows, "logits: dtype"),
+        (logits[:, :9], rows, "logits: dimension 1"),
+        (logits, rows._replace(slots=rows.slots[:2]), "slots: dimension 0"),
+        (logits, rows._replace(slots=rows.slots.int()), "slots: dtype"),
+        (logits, rows._replace(repetition=rows.repetition.double()), "repetition: dtype"),
+        (logits, rows._replace(offsets=rows.offsets.int()), "offsets: dtype"),
     ]:
-        arguments = [*good[:place], wrong, *good[place + 1 :]]
         with pytest.raises(ValueError, match=error):
-            counts.penalise(*arguments)
+            counts.penalise(own, wrong)
     for slots, tokens, error in [
         (ints(0), ints(0, 1), "slots: dimension 0"),
         (ints(0), ints(0).int(), "tokens: dtype"),

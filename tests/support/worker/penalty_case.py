@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.sampling.penalties import PROMPT_BIT
+from quire.kernels.sampling.penalties import PROMPT_BIT, PenaltyRows
 from quire.worker_proc.batch.positions import SampledPositions
 
 
@@ -35,6 +35,6 @@ class PenaltyCase:
         self.offsets = torch.from_numpy(positions.offsets).to(self.device)
         self.drafts = torch.from_numpy(positions.drafts).to(self.device)
 
-    def arguments(self) -> list[torch.Tensor]:
-        rest = [self.repetition, self.frequency, self.presence, self.offsets, self.drafts]
-        return [self.logits.clone(), self.slots, self.counts, *rest]
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, PenaltyRows]:
+        factors = self.repetition, self.frequency, self.presence
+        return self.logits.clone(), self.counts, PenaltyRows(self.slots, *factors, self.offsets, self.drafts)

@@ -5,7 +5,7 @@ import torch
 from penalty_case import PenaltyCase
 
 from quire.kernels.cpu.sampling.logit_edits import LogitEdits, native_edits
-from quire.kernels.sampling.penalties import PROMPT_BIT, apply_penalties, apply_penalties_reference
+from quire.kernels.sampling.penalties import PROMPT_BIT, PenaltyRows, apply_penalties, apply_penalties_reference
 from quire.kernels.sampling.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
 CPU = torch.device("cpu")
@@ -22,9 +22,9 @@ def native() -> LogitEdits:
 def test_penalties_of_a_worked_example() -> None:
     logits = torch.tensor([[4.0, -4.0, 4.0, 4.0, 1.0]]).repeat(3, 1)
     counts = torch.tensor([[PROMPT_BIT, PROMPT_BIT | 2, 3, 0, 0]], dtype=torch.int32)
-    repetition, frequency, presence = (torch.full((3,), value) for value in (2.0, 0.5, 0.25))
+    factors = (torch.full((3,), value) for value in (2.0, 0.5, 0.25))
     slots, offsets, drafts = torch.tensor([0, 0, -1]), torch.tensor([0, 1, 0]), torch.tensor([4, -1, -1])
-    apply_penalties(logits, slots, counts, repetition, frequency, presence, offsets, drafts)
+    apply_penalties(logits, counts, PenaltyRows(slots, *factors, offsets, drafts))
     assert logits[0].tolist() == [2.0, -8.0 - 1.25, 2.0 - 1.75, 4.0, 1.0]
     assert logits[1].tolist() == [*logits[0, :4].tolist(), 0.5 - 0.75]
     assert logits[2].tolist() == [4.0, -4.0, 4.0, 4.0, 1.0]
@@ -69,18 +69,16 @@ def test_bitmask_of_a_row_out_of_range_is_ignored_or_an_error(native: LogitEdits
 
 
 def test_invalid_arguments_are_rejected() -> None:
-    case = PenaltyCase(20, CPU)
-    for place, wrong, error in [
-        (0, case.logits.double(), "logits: dtype"),
-        (1, case.slots[:2], "slots: dimension 0"),
-        (2, case.counts[:, :9], "counts: dimension 1"),
-        (3, case.repetition.double(), "repetition: dtype"),
-        (6, case.offsets.int(), "offsets: dtype"),
+    logits, counts, penalties = PenaltyCase(20, CPU).arguments()
+    for given, held, wrong, error in [
+        (logits.double(), counts, penalties, "logits: dtype"),
+        (logits, counts[:, :9], penalties, "counts: dimension 1"),
+        (logits, counts, penalties._replace(slots=penalties.slots[:2]), "slots: dimension 0"),
+        (logits, counts, penalties._replace(repetition=penalties.repetition.double()), "repetition: dtype"),
+        (logits, counts, penalties._replace(offsets=penalties.offsets.int()), "offsets: dtype"),
     ]:
-        arguments = case.arguments()
-        arguments[place] = wrong
         with pytest.raises(ValueError, match=error):
-            apply_penalties(*arguments)
+            apply_penalties(given, held, wrong)
     rows, words = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int32)
     for arguments, error in [
         ([torch.zeros(2, 9, dtype=torch.half), rows, words], "logits: dtype"),
