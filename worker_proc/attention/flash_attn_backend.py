@@ -9,7 +9,7 @@ graphs.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -51,16 +51,37 @@ class FlashAttnPlan:
         return (self.window - 1, 0) if self.window else (-1, -1)
 
 
-class FlashAttnLibrary(Protocol):
+# No fp8 cache: the libraries want queries of the cache's dtype, and queries in fp8 would lose precision.
+_EITHER = Supports(
+    dtypes=HALVES,
+    fp8_cache=False,
+    mixed_cache=False,
+    head_dim_multiple=8,
+    max_head_dim=256,
+    sinks=False,
+    deterministic=False,
+)
+
+
+class FlashAttnLibrary:
     """One version of the library.
 
     Attributes:
+        module, function: what computes attention.
         wants_kv_starts: the library needs ``kv_start_loc`` instead of ``kv_lens``.
+
+    Raises:
+        ImportError: the library is not installed, or not for this torch.
     """
 
     name: str
+    module: str
+    function: str
     supports: Supports
     wants_kv_starts: bool
+
+    def __init__(self) -> None:
+        self._attend = _function(self.module, self.function)
 
     def attend(
         self,
@@ -76,103 +97,56 @@ class FlashAttnLibrary(Protocol):
             query: ``[num_tokens, num_heads, head_dim]``.
             key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
         """
-        ...
+        out: torch.Tensor = self._attend(
+            query,
+            key_cache,
+            value_cache,
+            cu_seqlens_q=plan.query_start_loc,
+            max_seqlen_q=plan.max_query_len,
+            softmax_scale=spec.scale,
+            causal=True,
+            window_size=plan.window_size,
+            softcap=spec.soft_cap,
+            **self._cache_arguments(plan),
+        )
+        return out
+
+    def _cache_arguments(self, plan: FlashAttnPlan) -> dict[str, Any]:
+        """Return what the versions name differently: the rows' lengths and block tables."""
+        raise NotImplementedError
 
 
-# No fp8 cache: the libraries want queries of the cache's dtype, and queries in fp8 would lose precision.
-_EITHER = Supports(
-    dtypes=HALVES,
-    fp8_cache=False,
-    mixed_cache=False,
-    head_dim_multiple=8,
-    max_head_dim=256,
-    sinks=False,
-    deterministic=False,
-)
-
-
-class FlashAttn3:
+class FlashAttn3(FlashAttnLibrary):
     """``flash_attn_with_kvcache`` of ``flash_attn_interface``, which also supports queries of different lengths.
 
     Hazard: its kernel multiplies the values of masked slots by zero. A NaN that an earlier request left past the row's
     end, in the row's last block, therefore reaches the row (flash-attention issue 2374). The pool starts zeroed, and
     requests with non-finite logits end with an error, but their blocks are not cleared.
-
-    Raises:
-        ImportError: the library is not installed, or not for this torch.
     """
 
     name = "flash-attn 3"
+    module, function = "flash_attn_interface", "flash_attn_with_kvcache"
     wants_kv_starts = False
     supports = replace(_EITHER, capabilities=(9, 9))
 
-    def __init__(self) -> None:
-        self._attend = _function("flash_attn_interface", "flash_attn_with_kvcache")
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        plan: FlashAttnPlan,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._attend(
-            query,
-            key_cache,
-            value_cache,
-            cache_seqlens=plan.kv_lens,
-            page_table=plan.block_table,
-            cu_seqlens_q=plan.query_start_loc,
-            max_seqlen_q=plan.max_query_len,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=plan.window_size,
-            softcap=spec.soft_cap,
-        )
-        return out
+    def _cache_arguments(self, plan: FlashAttnPlan) -> dict[str, Any]:
+        return {"cache_seqlens": plan.kv_lens, "page_table": plan.block_table}
 
 
-class FlashAttn2:
-    """``flash_attn_varlen_func`` of ``flash_attn`` with a block table.
-
-    Raises:
-        ImportError: the library is not installed, or not for this torch.
-    """
+class FlashAttn2(FlashAttnLibrary):
+    """``flash_attn_varlen_func`` of ``flash_attn`` with a block table."""
 
     name = "flash-attn 2"
+    module, function = "flash_attn", "flash_attn_varlen_func"
     wants_kv_starts = True
     supports = replace(_EITHER, block_multiple=256, capabilities=(8, 12))
 
-    def __init__(self) -> None:
-        self._attend = _function("flash_attn", "flash_attn_varlen_func")
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        plan: FlashAttnPlan,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        out: torch.Tensor = self._attend(
-            query,
-            key_cache,
-            value_cache,
-            cu_seqlens_q=plan.query_start_loc,
-            cu_seqlens_k=plan.kv_start_loc,
-            max_seqlen_q=plan.max_query_len,
-            max_seqlen_k=plan.max_kv_len,
-            softmax_scale=spec.scale,
-            causal=True,
-            window_size=plan.window_size,
-            softcap=spec.soft_cap,
-            block_table=plan.block_table,
-        )
-        return out
+    def _cache_arguments(self, plan: FlashAttnPlan) -> dict[str, Any]:
+        lengths = {"cu_seqlens_k": plan.kv_start_loc, "max_seqlen_k": plan.max_kv_len}
+        return lengths | {"block_table": plan.block_table}
 
 
-VERSIONS: tuple[type[FlashAttn3] | type[FlashAttn2], ...] = (FlashAttn3, FlashAttn2)
+VERSIONS: tuple[type[FlashAttnLibrary], ...] = (FlashAttn3, FlashAttn2)
 """In order of preference: version 3 is faster."""
 
 
