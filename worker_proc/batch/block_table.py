@@ -1,6 +1,6 @@
 """Block table of one KV group: the blocks of each row on the host, and the device's copy that kernels read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class BlockTable:
     Attributes:
         block_size: positions per kernel block (per entry).
         ratio: kernel blocks per block of the scheduler.
+        id_range: lowest and highest of the scheduler's block ids that an entry may have.
+        max_blocks: the scheduler's blocks that a row can hold.
         num_blocks_per_row: int32 ``[max_rows]``: number of entries of each row.
         has_own_copy: whether ``device_copy`` is a separate tensor.
         device_copy: the tensor that kernels read.
@@ -69,10 +71,9 @@ class BlockTable:
         self.ratio = block_size // self.block_size
         if num_blocks * self.ratio > 2**31:
             raise ValueError(f"{num_blocks} blocks of {self.ratio} kernel blocks need more than 32 bits")
-        self._num_pool_blocks = num_blocks
-        self._lowest_id = NULL_BLOCK_ID if null_allowed else NULL_BLOCK_ID + 1
-        columns = -(-max_model_len // block_size) * self.ratio
-        self._ids = np.full((max_rows, columns), NULL_BLOCK_ID, np.int32)
+        self.id_range = NULL_BLOCK_ID if null_allowed else NULL_BLOCK_ID + 1, num_blocks - 1
+        self.max_blocks = -(-max_model_len // block_size)
+        self._ids = np.full((max_rows, self.max_blocks * self.ratio), NULL_BLOCK_ID, np.int32)
         self.num_blocks_per_row = np.zeros(max_rows, np.int32)
         host = torch.from_numpy(self._ids)
         self.has_own_copy = device.type != "cpu" if own_copy is None else own_copy
@@ -83,7 +84,7 @@ class BlockTable:
     # ---- rows
 
     def append_row(self, row: int, block_ids: Sequence[int] | Ints) -> None:
-        """Append the scheduler's blocks, which ``require_blocks`` has accepted, to a row."""
+        """Append the scheduler's blocks, which ``DiffCheck`` has accepted, to a row."""
         ids = np.asarray(block_ids, np.int64)
         start = int(self.num_blocks_per_row[row])
         end = start + len(ids) * self.ratio
@@ -100,25 +101,6 @@ class BlockTable:
         np.minimum.at(self._unsent_from, rows, columns.astype(np.int32))
         np.maximum.at(self.num_blocks_per_row, rows, columns.astype(np.int32) + self.ratio)
         self._changed = True
-
-    def require_blocks(self, block_ids: Sequence[int] | Ints, handle_of: Callable[[int], int] | None = None) -> None:
-        """Raise StepRefused unless all ids are valid ids of the scheduler for this table.
-
-        Args:
-            handle_of: maps an index into ``block_ids`` to the handle that the error names; None: no handle is named.
-        """
-        ids = np.asarray(block_ids, np.int64)
-        if len(ids) and not self._lowest_id <= ids.min() <= ids.max() < self._num_pool_blocks:
-            at = int(np.argmax((ids < self._lowest_id) | (ids >= self._num_pool_blocks)))
-            where = "" if handle_of is None else f"handle {handle_of(at)}: "
-            limits = f"between {self._lowest_id} and {self._num_pool_blocks - 1}"
-            raise StepRefused(f"{where}block ids must be {limits} (got {ids[at]})")
-
-    def require_room(self, end: int) -> None:
-        """Raise StepRefused if a row cannot have ``end`` entries."""
-        if end > self._ids.shape[1]:
-            limit = self._ids.shape[1] // self.ratio
-            raise StepRefused(f"{end // self.ratio} blocks are more than the maximum of {limit} per request")
 
     def _kernel_blocks(self, block_ids: Ints) -> Ints:
         """Return the kernel blocks of each of the scheduler's blocks, ``[len(block_ids), ratio]``."""
@@ -188,19 +170,19 @@ class BlockTable:
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the slot of each (row, position) pair: ``block_id * block_size + offset``.
 
+        A step without changes passes ``DiffCheck`` unseen, so a row whose last block is full may lack the next one:
+        that is found here. Such a block is never the null block, because ``DiffCheck`` accepts none where a row will
+        write, and entries do not change once they are appended.
+
         Raises:
-            StepRefused: the row has no block for a position, or only the null block.
+            StepRefused: the row has no block for a position.
         """
         index, offset = np.divmod(positions, self.block_size)
         if (index < 0).any() or (index >= self.num_blocks_per_row[rows]).any():
             at = int(np.argmax((index < 0) | (index >= self.num_blocks_per_row[rows])))
             num_blocks = int(self.num_blocks_per_row[rows[at]])
             raise StepRefused(f"row {rows[at]} has no block for position {positions[at]}: it has {num_blocks} blocks")
-        blocks = self._ids[rows, index].astype(np.int64)
-        if (blocks < self.ratio).any():  # the null block is the kernel's blocks 0 to ratio - 1
-            at = int(np.argmax(blocks < self.ratio))
-            raise StepRefused(f"row {rows[at]} has the null block for position {positions[at]}, which is to be written")
-        return blocks * self.block_size + offset
+        return self._ids[rows, index].astype(np.int64) * self.block_size + offset
 
     def require_slots(self, rows: npt.NDArray[np.int64], starts: Ints, ends: Ints) -> None:
         """Check that row ``rows[i]`` has a block for each position from ``starts[i]`` to ``ends[i] - 1``.
@@ -222,8 +204,9 @@ class BlockTable:
         assert (self.num_blocks_per_row % self.ratio == 0).all(), "a row holds part of a block"
         held = np.arange(self._ids.shape[1]) < self.num_blocks_per_row[:, None]
         ids = self._ids[held]
-        end = self._num_pool_blocks * self.ratio
-        assert ((ids >= self._lowest_id * self.ratio) & (ids < end)).all(), "an entry is not a block of the pool"
+        lowest, highest = self.id_range
+        of_pool = (ids >= lowest * self.ratio) & (ids < (highest + 1) * self.ratio)
+        assert of_pool.all(), "an entry is not a block of the pool"
         assert np.isin(self._ids[~held], (NULL_BLOCK_ID, POISON_BLOCK_ID)).all(), "stale id past a row's length"
         copied = self.device_copy.cpu().numpy()
         assert (copied[held] == ids).all(), "the device's copy differs from the host's table"

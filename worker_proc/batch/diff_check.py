@@ -5,6 +5,7 @@ block for a row whose last block is full; ``BlockTable.slots`` finds that before
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +63,7 @@ class DiffCheck:
 
     def _require_appends(self, step: SchedulerOutput) -> None:
         """Check a diff that only appends blocks, as in steady decode for rows whose next token starts a block."""
-        rows, groups, ids = _appended(step, self._batch)
+        rows, groups, ids = _appended(step, partial(_held_row, self._batch))
         _require_groups(groups, len(self._tables.tables))
         batch = self._batch
         computed, runs = batch.num_computed[: batch.num_rows], batch.active[: batch.num_rows]
@@ -114,7 +115,7 @@ class DiffCheck:
     def _require_chosen(self, step: SchedulerOutput) -> None:
         """Check that each row with a chosen token stays, and that its last token was sampled and is not computed."""
         for handle, token in _once(step.chosen):
-            row = self._batch.row(handle)
+            row = _held_row(self._batch, handle)
             if handle in step.removed:
                 raise StepRefused(f"handle {handle} has a chosen token, but this step removes it")
             known, computed = int(self._batch.num_known[row]), int(self._batch.num_computed[row])
@@ -126,7 +127,7 @@ class DiffCheck:
     def _require_blocks(self, step: SchedulerOutput, after: "_After") -> None:
         """Check that every position to compute has a block that no other row writes or reads."""
         given = _split(step.new_requests, step.block_ids, len(self._tables.tables))
-        rows, groups, ids = _appended(step, after)
+        rows, groups, ids = _appended(step, after.row)
         _require_groups(groups, len(self._tables.tables))
         claimed: list[Ints] = [ids]
         for group, table in enumerate(self._tables.tables):
@@ -165,7 +166,7 @@ class _After:
         self.num_held = batch.num_rows
         self._batch = batch
         self._new = {new.handle: self.num_held + index for index, new in enumerate(step.new_requests)}
-        self.leaving = [batch.row(handle) for handle in step.removed]
+        self.leaving = [_held_row(batch, handle) for handle in step.removed]
         self._forks = dict(_once(step.forks))
         if len(set(self.leaving)) != len(self.leaving):
             raise StepRefused(f"duplicate handle {_duplicate(step.removed)} among the removed requests")
@@ -191,7 +192,7 @@ class _After:
         found = self._new.get(handle)
         if found is None and handle in self._removed:
             raise StepRefused(f"handle {handle} is not held: this step removes it")
-        return self._batch.row(handle) if found is None else found
+        return _held_row(self._batch, handle) if found is None else found
 
     def handle(self, row: int) -> int:
         """Return the handle of a row after the diff."""
@@ -227,7 +228,7 @@ class _After:
         lengths = np.ones(len(self.computed), np.int64)
         lengths[: self.num_held] = self._batch.active[: self.num_held]
         for handle in step.parked:
-            row = self._batch.row(handle)
+            row = _held_row(self._batch, handle)
             if handle in self._removed:
                 raise StepRefused(f"handle {handle} to park is removed by this step")
             if not lengths[row]:
@@ -308,6 +309,14 @@ def _lists(step: SchedulerOutput) -> bool:
     return bool(rows or step.counts or step.drafts or step.forks or step.chosen or step.block_copies)
 
 
+def _held_row(batch: InputBatch, handle: int) -> int:
+    """Return the row of a handle that the batch has before the step. Raise StepRefused if it does not have it."""
+    row = batch.row_of.get(handle)
+    if row is None:
+        raise StepRefused(f"handle {handle} is not held")
+    return row
+
+
 def _require_groups(groups: Ints, num_groups: int) -> None:
     if len(groups) and not 0 <= groups.min() <= groups.max() < num_groups:
         group = int(groups.min() if groups.min() < 0 else groups.max())
@@ -342,8 +351,8 @@ def _split(new: Sequence[NewRequestData], block_ids: Int32 | None, num_groups: i
     return [pieces[at * num_groups : (at + 1) * num_groups] for at in range(len(new))]
 
 
-def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints, Ints, Ints]:
-    """Return row, group and id of each appended block; ``held`` maps handles to rows."""
+def _appended(step: SchedulerOutput, row_of: Callable[[int], int]) -> tuple[Ints, Ints, Ints]:
+    """Return row, group and id of each appended block; ``row_of`` maps handles to rows."""
     handles, ids, groups = step.appended_handles, step.appended_block_ids, step.appended_groups
     handles = NOTHING if handles is None else handles
     ids = NOTHING if ids is None else ids
@@ -351,7 +360,7 @@ def _appended(step: SchedulerOutput, held: "_After | InputBatch") -> tuple[Ints,
     if not len(handles) == len(ids) == len(groups):
         sizes = f"{len(handles)} handles, {len(groups)} groups, {len(ids)} ids"
         raise StepRefused(f"lists of appended blocks have different lengths: {sizes}")
-    return np.array([held.row(handle) for handle in handles.tolist()], np.int64), groups, ids
+    return np.array([row_of(handle) for handle in handles.tolist()], np.int64), groups, ids
 
 
 def _no_block(handle: int, group: int, position: int, num_blocks: int) -> str:
@@ -360,15 +369,23 @@ def _no_block(handle: int, group: int, position: int, num_blocks: int) -> str:
 
 def _require_room(table: BlockTable, held: npt.NDArray[np.int64], handle_of: Callable[[int], int]) -> None:
     """Check the number of blocks of each row after the diff. ``handle_of`` maps a row to its handle."""
-    try:
-        table.require_room(int(held.max(initial=0)) * table.ratio)
-    except StepRefused as error:
-        raise StepRefused(f"handle {handle_of(int(held.argmax()))}: {error}") from None
+    most = int(held.max(initial=0))
+    if most > table.max_blocks:
+        handle = handle_of(int(held.argmax()))
+        raise StepRefused(f"handle {handle}: {most} blocks are more than the maximum of {table.max_blocks} per request")
+
+
+def _require_ids(table: BlockTable, ids: Ints, handle_of: Callable[[int], int]) -> None:
+    """Check that the table may hold these ids. ``handle_of`` maps an index into ``ids`` to a handle."""
+    lowest, highest = table.id_range
+    if len(ids) and not lowest <= ids.min() <= ids.max() <= highest:
+        at = int(np.argmax((ids < lowest) | (ids > highest)))
+        raise StepRefused(f"handle {handle_of(at)}: block ids must be between {lowest} and {highest} (got {ids[at]})")
 
 
 def _require_new_blocks(table: BlockTable, group: int, ids: Int32, num_computed: int, handle: int) -> Int32:
     """Return the blocks that the row will write; the null block may only occur before them."""
-    table.require_blocks(ids, lambda at: handle)
+    _require_ids(table, ids, lambda at: handle)
     first = num_computed // (table.block_size * table.ratio)
     own = ids[first:]
     if not own.all():
@@ -384,7 +401,7 @@ def _require_appended(table: BlockTable, group: int, ids: Ints, rows: Ints, hand
 
     ``handle_of`` maps a row to its handle.
     """
-    table.require_blocks(ids, lambda at: handle_of(int(rows[at])))
+    _require_ids(table, ids, lambda at: handle_of(int(rows[at])))
     if not ids.all():
         handle = handle_of(int(rows[np.argmax(ids == NULL_BLOCK_ID)]))
         raise StepRefused(f"handle {handle}, KV group {group}: appended block id {NULL_BLOCK_ID} is the null block")

@@ -64,7 +64,7 @@ class InputSender:
         """Gather the inputs for the step's one copy; the tensors have their content after ``Transfer.send``.
 
         Raises:
-            StepRefused: a row has no block for one of its tokens, or only the null block.
+            StepRefused: a row has no block for one of its tokens.
         """
         tokens = self._batch.tokens
         on_host = inputs.positions < tokens.length[inputs.token_rows]

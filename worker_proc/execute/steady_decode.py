@@ -109,7 +109,7 @@ class SteadyLauncher:
                 self._require_blocks(beginning)
 
     def _require_blocks(self, rows: npt.NDArray[np.int64]) -> None:
-        """Raise StepRefused if one of ``rows`` has no block, or only the null block, for its next token."""
+        """Raise StepRefused if one of ``rows`` has no block for its next token."""
         for table in self._tables.tables:
             table.slots(rows, self._batch.num_computed[rows].astype(np.int64))
 

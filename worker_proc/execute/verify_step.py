@@ -68,7 +68,7 @@ class VerifyStep:
             The rows, int64 ``[num_rows]`` on the device.
 
         Raises:
-            StepRefused: a row has no block for one of its tokens, or only the null block.
+            StepRefused: a row has no block for one of its tokens.
         """
         for table in self._tables.tables:
             table.require_slots(inputs.rows, inputs.seq_lens - inputs.query_lens, inputs.seq_lens)

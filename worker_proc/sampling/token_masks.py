@@ -43,7 +43,7 @@ class TokenMasks:
         words = inputs.bitmask.reshape(total, -1)
         found: list[Ints] = []
         for handle, count in zip(inputs.handles, inputs.counts, strict=True):
-            own = np.flatnonzero(positions.rows == batch.row(handle))
+            own = np.flatnonzero(positions.rows == batch.row_of.get(handle, -1))  # -1: not held, so no position
             if len(own) != count:
                 raise StepRefused(f"handle {handle} has {count} token bitmasks for {len(own)} sampled positions")
             found.append(own)
