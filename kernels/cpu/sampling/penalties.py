@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.common.checks import check_tensor
+from quire.kernels.common.penalty_rows import PenaltyRows
 from quire.kernels.cpu.native.library import Native
-from quire.kernels.sampling.penalties import PenaltyRows
 
 Int32 = npt.NDArray[np.int32]
 _CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from penalty_case import PenaltyCase
 
+from quire.kernels.common.penalty_rows import PenaltyRows
 from quire.kernels.cpu.native.library import load_native
 from quire.kernels.cpu.sampling.penalties import ListedCounts
-from quire.kernels.sampling.penalties import COUNT_MASK, PROMPT_BIT, PenaltyRows, apply_penalties_reference
+from quire.kernels.sampling.penalties import COUNT_MASK, PROMPT_BIT, apply_penalties_reference
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**32)

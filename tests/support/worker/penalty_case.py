@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.sampling.penalties import PROMPT_BIT, PenaltyRows
+from quire.kernels.common.penalty_rows import PenaltyRows
+from quire.kernels.sampling.penalties import PROMPT_BIT
 from quire.worker_proc.batch.positions import SampledPositions
 
 

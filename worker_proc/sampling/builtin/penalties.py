@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.kernels.sampling.penalties import PenaltyRows
+from quire.kernels.common.penalty_rows import PenaltyRows
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.positions import SampledPositions
@@ -84,7 +84,9 @@ class Penalties(RowProcessor[Penalised]):
     def edit(self, logits: torch.Tensor, positions: SampledPositions) -> None:
         self.prepare(positions)
         drafts = self._drafts if positions.any_drafts else self._no_drafts
-        self._counts.penalise(logits, PenaltyRows(self._slots, *self._factors, self._offsets, drafts))
+        repetition, frequency, presence = self._factors
+        rows = PenaltyRows(self._slots, repetition, frequency, presence, self._offsets, drafts)
+        self._counts.penalise(logits, rows)
 
     def accepted(self, positions: SampledPositions, tokens: torch.Tensor, accepted: Accepted | None) -> None:
         """Count the samples on the device, without waiting for them."""

@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.common.penalty_rows import PenaltyRows
 from quire.kernels.cpu.native.library import load_native
 from quire.kernels.cpu.sampling.penalties import ListedCounts
-from quire.kernels.sampling.penalties import PROMPT_BIT, PenaltyRows, apply_penalties
+from quire.kernels.sampling.penalties import PROMPT_BIT, apply_penalties
 from quire.worker_proc.device.transfer import Transfer
 
 Tokens = npt.NDArray[np.integer[Any]]

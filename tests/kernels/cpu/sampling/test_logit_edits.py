@@ -4,8 +4,9 @@ import pytest
 import torch
 from penalty_case import PenaltyCase
 
+from quire.kernels.common.penalty_rows import PenaltyRows
 from quire.kernels.cpu.sampling.logit_edits import LogitEdits, native_edits
-from quire.kernels.sampling.penalties import PROMPT_BIT, PenaltyRows, apply_penalties, apply_penalties_reference
+from quire.kernels.sampling.penalties import PROMPT_BIT, apply_penalties, apply_penalties_reference
 from quire.kernels.sampling.token_bitmask import apply_token_bitmask, apply_token_bitmask_reference
 
 CPU = torch.device("cpu")
