@@ -13,6 +13,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.frontend.text.control_text import ESCAPED_MARK
@@ -38,6 +39,23 @@ class RenderedTooLong(QuireError):
     """The text of a conversation exceeds ``max_chars``."""
 
 
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a template renders.
+
+    Attributes:
+        continue_final_message: end the text with the last message, which the model continues.
+        variables: further variables of the template.
+        max_chars: limit on the text.
+    """
+
+    messages: list[Message]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    max_chars: int
+
+
 class Template(Protocol):
     """A chat template that can render conversations; see ``ChatTemplate.render``.
 
@@ -50,16 +68,7 @@ class Template(Protocol):
     @property
     def where(self) -> str: ...
 
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        max_chars: int,
-    ) -> str: ...
+    def render(self, conversation: Conversation) -> str: ...
 
     def prepare(self) -> None:
         """Prepare for conversations, so that the first one does not wait."""
@@ -110,16 +119,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise _invalid(where, error) from None
 
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        max_chars: int,
-    ) -> str:
+    def render(self, conversation: Conversation) -> str:
         """Return the conversation as one text.
 
         Raises:
@@ -128,19 +128,19 @@ class ChatTemplate:
         """
         values = {
             **self._variables,
-            **(variables or {}),
-            "tools": tools,
+            **conversation.variables,
+            "tools": conversation.tools,
             "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": conversation.add_generation_prompt,
         }
-        messages = self._form.fit(messages, values)
-        if continue_final_message:
+        messages = self._form.fit(conversation.messages, values)
+        if conversation.continue_final_message:
             content = messages[-1].get("content")
             if not isinstance(content, str):
                 raise InvalidRequest("continue_final_message needs a last message with text", "messages")
             messages = [*messages[:-1], {**messages[-1], "content": f"{content}{_FINAL_MESSAGE_TAG} "}]
-        text = self._run({**values, "messages": messages}, max_chars)
-        return _cut_at_tag(text) if continue_final_message else text
+        text = self._run({**values, "messages": messages}, conversation.max_chars)
+        return _cut_at_tag(text) if conversation.continue_final_message else text
 
     def prepare(self) -> None:
         pass

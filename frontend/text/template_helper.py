@@ -6,11 +6,10 @@ helper costs one request. The helper is started as ``python -P -m quire.frontend
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
-from quire.frontend.text.chat_template import CANNOT_RENDER, ChatTemplate, Message, RenderedTooLong, check_template
+from quire.frontend.text.chat_template import CANNOT_RENDER, ChatTemplate, Conversation, RenderedTooLong, check_template
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.process.helper import Answer, Helper, HelperDied, HelperStartError, serve
 
@@ -27,17 +26,6 @@ class _Hello(msgspec.Struct, frozen=True):
     source: str
     special_tokens: dict[str, str]
     where: str
-
-
-class _Question(msgspec.Struct, frozen=True):
-    """The arguments of ``ChatTemplate.render``."""
-
-    messages: list[Any]
-    add_generation_prompt: bool
-    continue_final_message: bool
-    variables: dict[str, Any]
-    tools: list[Any] | None
-    max_chars: int
 
 
 class _Rendered(msgspec.Struct, frozen=True):
@@ -62,16 +50,7 @@ class TemplateHelper:
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
         self._lanes = self._short, self._varied, self._long = [_LockedHelper(hello, cpu_seconds) for _ in range(3)]
 
-    def render(
-        self,
-        messages: list[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: Mapping[str, Any] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        max_chars: int,
-    ) -> str:
+    def render(self, conversation: Conversation) -> str:
         """Return the conversation as one text.
 
         Raises:
@@ -79,14 +58,11 @@ class TemplateHelper:
             RenderedTooLong: the text exceeds ``max_chars``.
             EngineError: the helper does not start, was killed from outside, or the machine is too busy.
         """
-        question = _Question(
-            messages, add_generation_prompt, continue_final_message, dict(variables or {}), tools, max_chars
-        )
         try:
-            text = msgspec.json.encode(question)
+            text = msgspec.json.encode(conversation)
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("messages must be JSON values, and valid Unicode text", "messages") from None
-        short = self._varied if variables else self._short
+        short = self._varied if conversation.variables else self._short
         lane = short if len(text) <= MAX_SHORT_BYTES else self._long
         rendered = msgspec.json.decode(lane.ask(text), type=_Rendered)
         if rendered.too_long:
@@ -156,7 +132,7 @@ def main() -> None:
 
 def _make(hello: bytes) -> tuple[bytes, Answer | None]:
     renderer = _Renderer(msgspec.json.decode(hello, type=_Hello))
-    return b"", lambda question: msgspec.json.encode(renderer.render(msgspec.json.decode(question, type=_Question)))
+    return b"", lambda text: msgspec.json.encode(renderer.render(msgspec.json.decode(text, type=Conversation)))
 
 
 class _Renderer:
@@ -166,18 +142,11 @@ class _Renderer:
         self._hello = hello
         self._template: ChatTemplate | None = None
 
-    def render(self, question: _Question) -> _Rendered:
+    def render(self, conversation: Conversation) -> _Rendered:
         try:
             if self._template is None:
                 self._template = ChatTemplate(self._hello.source, self._hello.special_tokens, self._hello.where)
-            text = self._template.render(
-                question.messages,
-                add_generation_prompt=question.add_generation_prompt,
-                continue_final_message=question.continue_final_message,
-                variables=question.variables,
-                tools=question.tools,
-                max_chars=question.max_chars,
-            )
+            text = self._template.render(conversation)
             text.encode()  # raises for a lone surrogate, which a template can write
         except RenderedTooLong:
             return _Rendered(too_long=True)

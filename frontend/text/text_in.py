@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
-from quire.frontend.text.chat_template import Message, RenderedTooLong, Template
+from quire.frontend.text.chat_template import Conversation, Message, RenderedTooLong, Template
 from quire.frontend.text.control_text import (
     MARK_END,
     MARK_START,
@@ -198,12 +198,14 @@ class TextIn:
             marked = self._marked(given)
             texts = [
                 self.template.render(
-                    messages,
-                    add_generation_prompt=options.add_generation_prompt,
-                    continue_final_message=options.continue_final_message,
-                    variables=variables,
-                    tools=tools,
-                    max_chars=2 * max_tokens * self.max_token_chars,  # with marks; the text alone is checked below
+                    Conversation(
+                        messages=messages,
+                        add_generation_prompt=options.add_generation_prompt,
+                        continue_final_message=options.continue_final_message,
+                        variables=dict(variables or {}),
+                        tools=tools,
+                        max_chars=2 * max_tokens * self.max_token_chars,  # with marks; the text alone is checked below
+                    )
                 )
                 for messages, tools, variables in ([given] if marked == given else [given, marked])
             ]

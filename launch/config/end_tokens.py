@@ -69,6 +69,7 @@ def _end_of_turn(folder: Path, chat_template: str, added: Iterable[str]) -> str 
 
     A token with text or another token right behind it closes only a part of the answer, such as its thoughts.
     """
+    from quire.frontend.text.chat_template import Conversation
     from quire.frontend.text.template_files import load_template
     from quire.frontend.text.text_in import read_config
 
@@ -78,7 +79,8 @@ def _end_of_turn(folder: Path, chat_template: str, added: Iterable[str]) -> str 
         if template is None:
             return None
         with closing(template):
-            text = template.render(turns, add_generation_prompt=False, max_chars=MAX_CHARS)
+            ended = Conversation(messages=turns, add_generation_prompt=False, max_chars=MAX_CHARS)
+            text = template.render(ended)
     except QuireError:  # it is broken, or refuses an answer
         return None
     after = text.rpartition(_ANSWER)[2].lstrip()

@@ -19,7 +19,7 @@ from engine_processes import engine_processes, processes_of
 from grammar_cases import DEMO
 from tiers import thinned
 
-from quire.frontend.text.chat_template import CANNOT_RENDER, RenderedTooLong, check_template
+from quire.frontend.text.chat_template import CANNOT_RENDER, Conversation, RenderedTooLong, check_template
 from quire.frontend.text.template_helper import WALL_SECONDS, TemplateHelper
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
@@ -90,7 +90,7 @@ def one_helper() -> Iterator[TemplateHelper]:
 
 
 def render(template: TemplateHelper, text: str = "hello", **more: Any) -> str:
-    return template.render([{"role": "user", "content": text}], **{"max_chars": 1000, **more})
+    return template.render(Conversation(messages=[{"role": "user", "content": text}], **{"max_chars": 1000, **more}))
 
 
 @pytest.mark.parametrize("case", [*thinned(FAILS, keep=8), *thinned(TAKES_FOR_EVER, keep=2)])

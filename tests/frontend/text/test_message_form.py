@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.text.chat_template import ChatTemplate
+from quire.frontend.text.chat_template import ChatTemplate, Conversation
 from quire.frontend.text.message_checks import check_messages
 from quire.protocol.errors import InvalidRequest
 
@@ -47,7 +47,8 @@ ROLES: list[tuple[str, list[tuple[str, str]], str]] = [
 
 
 def rendered(source: str, messages: list[Any], **more: Any) -> str:
-    return ChatTemplate(source, {}, "test").render(check_messages(messages), max_chars=10_000, **more)
+    conversation = Conversation(messages=check_messages(messages), max_chars=10_000, **more)
+    return ChatTemplate(source, {}, "test").render(conversation)
 
 
 @pytest.mark.parametrize(("source", "given", "text"), ROLES)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from quire.frontend.text.chat_template import ChatTemplate
+from quire.frontend.text.chat_template import ChatTemplate, Conversation
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, InvalidRequest
 
@@ -21,7 +21,9 @@ USER = {"role": "user", "content": "hello"}
 
 def render(source: str, messages: list[Any] | None = None, **kwargs: Any) -> str:
     kwargs.setdefault("max_chars", 10_000)
-    return ChatTemplate(source, {"bos_token": "<s>"}, "test").render(messages or [USER], **kwargs)
+    return ChatTemplate(source, {"bos_token": "<s>"}, "test").render(
+        Conversation(messages=messages or [USER], **kwargs)
+    )
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.text.chat_template import ChatTemplate
+from quire.frontend.text.chat_template import ChatTemplate, Conversation
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Thought
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
@@ -143,10 +143,12 @@ def trips(
         messages = [{"role": "user", "content": "ZQ"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         tools = [{"name": name, "description": "", "parameters": {"type": "object"}} for name in TOOLS]
         rendered = template.render(
-            check_messages(copy.deepcopy(messages)),
-            tools=[{"type": "function", "function": tool} for tool in tools],
-            max_chars=10**6,
-            add_generation_prompt=False,
+            Conversation(
+                messages=check_messages(copy.deepcopy(messages)),
+                tools=[{"type": "function", "function": tool} for tool in tools],
+                max_chars=10**6,
+                add_generation_prompt=False,
+            )
         )
         text = rendered[rendered.rindex("ZQ") + 2 :]
         if "find" not in text:
