@@ -20,7 +20,7 @@ from quire.launch.offline.llm import LLM
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.sampling_params import MAX_LOGPROBS, SamplingParams
-from quire.scheduler_proc.beams.search import BeamSearch
+from quire.scheduler_proc.features.beams.search import BeamSearch
 
 Outputs = list[list[list[int]]]
 """The tokens of each output of each prompt."""

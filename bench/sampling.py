@@ -28,8 +28,8 @@ from quire.launch.supervision.supervisor import WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.requests.draft_state import DraftState
-from quire.scheduler_proc.requests.drafting import DraftController
+from quire.scheduler_proc.features.drafts.draft_state import DraftState
+from quire.scheduler_proc.features.drafts.drafting import DraftController
 from quire.scheduler_proc.structured.backend import GrammarPosition
 from quire.scheduler_proc.structured.backends import make_backend
 

@@ -23,7 +23,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Frames, Link
 from quire.protocol.wire.front_end_messages import AddRequest, SchedulerToFrontEnd, StepOutputs
 from quire.protocol.wire.worker_messages import SchedulerOutput, SchedulerToWorker, WorkerToScheduler
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 
 # A large vocabulary: token ids above 65,535 take four bytes each in messages.
 SHAPE = "llama-3.1-8b"

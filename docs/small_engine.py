@@ -20,7 +20,7 @@ from quire.launch.config.options import EngineOptions
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.request.sampling_params import seed_for_sample
 from quire.protocol.wire.front_end_messages import AddRequest, Rejected, StepOutputs
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.worker_proc.startup.setup import make_runner
 
 

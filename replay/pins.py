@@ -23,7 +23,7 @@ from quire.replay.formats.detect import load_workload
 from quire.replay.formats.options import LoadOptions
 from quire.replay.run.step_shape import StepShape
 from quire.replay.workload.workload import Call
-from quire.scheduler_proc.programs.tools import ToolPauses
+from quire.scheduler_proc.features.programs.tools import ToolPauses
 
 STEP_TOKENS = 8192
 NEVER = float("inf")

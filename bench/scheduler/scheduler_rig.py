@@ -27,8 +27,8 @@ from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, SchedulerToFrontEnd, StepOutputs
 from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
+from quire.scheduler_proc.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000

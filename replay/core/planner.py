@@ -45,8 +45,8 @@ class ImitatingPlanner(Planner):
         super().__init__(*parts, preemption_class=partial(ImitatingPreemption, policies=policies))
         self._policies = policies
 
-    def has_room_for_prompt(self, request: Request, hits: GroupBlocks, protected: int) -> bool:
-        return not self._policies.admit_whole_prompts or super().has_room_for_prompt(request, hits, protected)
+    def has_room_for_prompt(self, request: Request, hits: GroupBlocks, reserved: int) -> bool:
+        return not self._policies.admit_whole_prompts or super().has_room_for_prompt(request, hits, reserved)
 
     def schedule_rows(self, plan: StepPlan, prefills: list[Request], decodes: list[Request]) -> None:
         if prefills and not self._policies.decodes_first:

@@ -11,14 +11,14 @@ from quire.replay.core.fifo_pool import FifoBlockPool
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, RecordedEndings
 from quire.replay.core.planner import ImitatingPlanner
 from quire.replay.core.policies import QUIRE, Policies
-from quire.scheduler_proc.core.admission import Refusal
+from quire.scheduler_proc.core.feature import Refusal
 from quire.scheduler_proc.core.in_flight import InFlightStep
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.scheduler import Scheduler
 
 
 class ReplayScheduler(Scheduler):
@@ -68,13 +68,11 @@ class ReplayScheduler(Scheduler):
                 self._answer(event)
             case _:
                 super().consume(event, client)
-        self.adapters.plan_loads()
+        self.after_event()
 
     def _admit(self, event: OpaqueRequest, client: int) -> Request:
         admission, request = self.arrivals.admission, event.request
-        admission.check_order(request)
-        admission.check_adapter(request.adapter)
-        admission.check_task(request, event.num_prompt_tokens)
+        admission.validate(request, event.num_prompt_tokens)
         admission.check_length(request, event.num_prompt_tokens)
         if event.num_output_tokens < 0:
             text = f"num_output_tokens must be at least 0 (got {event.num_output_tokens})"
@@ -85,7 +83,9 @@ class ReplayScheduler(Scheduler):
             raise Refusal("invalid_value", "block_hashes", text)
         names = event.names if self.kv.pool.enable_caching else []
         tokens = OpaqueTokens(event.num_prompt_tokens + event.num_output_tokens, self.kv.block_size, names)
-        return admission.build(request, client, tokens, event.num_prompt_tokens, self.forks.parent_of(request, client))
+        made = admission.build(request, client, tokens, event.num_prompt_tokens)
+        admission.prepare(made, request, self.forks.parent_of(request, client))
+        return made
 
     def _answer(self, event: OpaqueResult) -> None:
         output = event.output

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from quire.protocol.wire.arrays import NO_TOKENS
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.replay.core.opaque import OpaqueTokens
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import Arrival, Keyframe
 from quire.scheduler_proc.trace.snapshot_reader import continue_from
 

@@ -14,8 +14,8 @@ from quire.replay.recorded.recorded_settings import recorded_settings
 from quire.replay.run.collector import RunCollector
 from quire.replay.run.run_record import RequestRun, RunRecord
 from quire.replay.run.step_shape import StepShape
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.lines import Arrival, Header, Lost, Result, StepDecision
 

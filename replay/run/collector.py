@@ -11,8 +11,8 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected, SchedulerToFrontEnd, StepOutputs
 from quire.replay.run.run_record import Moment, RequestRun, RunRecord
 from quire.replay.run.step_shape import StepShape
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 
 

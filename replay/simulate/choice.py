@@ -18,8 +18,8 @@ from quire.router_proc.core.events import CacheChanged, EngineMeasured, EnginesK
 from quire.router_proc.core.index import counted_group
 from quire.router_proc.core.pace import Pace, compare
 from quire.router_proc.core.router import Router
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.scheduler import Scheduler
 
 PUBLISH_S = 0.1
 """Seconds between the loads that vLLM's coordinator sends to clients."""

@@ -7,8 +7,8 @@ import numpy as np
 
 from quire.protocol.wire.transfer_messages import DiskContents, MoveBlocks
 from quire.replay.costs.copies import CopyClock, Tiers
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import LoadLate
+from quire.scheduler_proc.scheduler import Scheduler
 
 NEVER = float("inf")
 _EMPTY = DiskContents(np.zeros(0, np.int32), np.zeros(0, np.int64), b"")

@@ -1,10 +1,8 @@
-"""Rules that decide which requests a result ends, with which finish reason, and how beam searches continue."""
+"""Rules that decide which requests a result ends, and with which finish reason."""
 
 from typing import NamedTuple, Protocol
 
-from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
-from quire.scheduler_proc.beams.search import Choice
-from quire.scheduler_proc.core.beams import BeamGroup
+from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.stop_table import StopTable
@@ -16,14 +14,6 @@ class Ending(NamedTuple):
     detail: str = ""
 
 
-class SearchEnding(NamedTuple):
-    """``hypotheses``: the outputs of a search, the best first; ``num_output_tokens``: tokens of all of them."""
-
-    ending: Ending
-    num_output_tokens: int
-    hypotheses: list[Hypothesis]
-
-
 class Endings(Protocol):
     """Checks the tokens of a result for requests that end."""
 
@@ -33,10 +23,6 @@ class Endings(Protocol):
 
     def ending_after(self, request: Request, token: int) -> Ending | None:
         """Return the ending of a request to which ``token`` was just appended, or None if it continues."""
-        ...
-
-    def search_outcome(self, group: BeamGroup) -> Choice | SearchEnding:
-        """Return how a beam search continues of which all beams have a result."""
         ...
 
     def bad_row_detail(self, handle: int) -> str:
@@ -63,16 +49,6 @@ class TokenEndings:
         if request.repetition is not None:
             request.repetition.add(token)
         return Ending(EndReason.REPETITION) if request.repeats_itself else None
-
-    def search_outcome(self, group: BeamGroup) -> Choice | SearchEnding:
-        choice = group.search.step([group.answered[beam.handle] for beam in group.beams])
-        if choice is not None:
-            return choice
-        found = group.search.ended
-        if not found:
-            return SearchEnding(Ending(EndReason.ERROR, detail="request_failed: no token is allowed"), 0, [])
-        ending = Ending(EndReason(found[0].reason), found[0].stop_reason)
-        return SearchEnding(ending, sum(len(each.tokens) for each in found), found)
 
     def bad_row_detail(self, handle: int) -> str:
         return "numerical_error: the model's logits or hidden states are not finite"

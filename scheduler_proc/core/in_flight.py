@@ -98,11 +98,6 @@ class InFlightStep:
         row = self.rows.get(handle)
         return self.steady.get(handle) if row is None else row.request
 
-    def client_handle(self, handle: int) -> int:
-        """Return the handle of the client's request for one of the step: that of its leader for a beam."""
-        request = self.member(handle)
-        return handle if request is None or request.leader is None else request.leader.handle
-
 
 @dataclass(slots=True)
 class Sampled:

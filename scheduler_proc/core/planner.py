@@ -1,33 +1,16 @@
 """Planner: fills the token budget of the next step, first with running requests, then with waiting ones."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quire.protocol.config import EngineConfig
-from quire.scheduler_proc.adapters.adapters import Adapters
-from quire.scheduler_proc.core.beams import Beams
+from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
-from quire.scheduler_proc.core.forks import Forks
 from quire.scheduler_proc.core.preemption import Preemption
-from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan, StepRow
-from quire.scheduler_proc.core.suspects import Suspects
-from quire.scheduler_proc.core.tenants import TenantShares, equal_parts
-from quire.scheduler_proc.core.transfers import Transfers
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
-from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.pressure import Pressure
-from quire.scheduler_proc.programs.programs import Programs
-from quire.scheduler_proc.requests.drafting import DraftPolicy
-from quire.scheduler_proc.requests.hooks import SchedulerHooks
-from quire.scheduler_proc.requests.reasons import Decision, WaitReason
+from quire.scheduler_proc.requests.reasons import LASTING_REASONS, Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
-
-_HELD = (WaitReason.LOADING, WaitReason.ADAPTER)
-"""Reasons for which a request is held, so that the next one is considered."""
-_LASTING = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.PROGRAM_LIMIT, WaitReason.FULL_SEQUENCE)
-"""Reasons to wait that do not depend on which prefills a step has."""
 
 
 class Planner:
@@ -37,48 +20,25 @@ class Planner:
     progress of requests, so a row can be withdrawn until the plan is committed.
 
     Attributes:
-        config: can be replaced between two steps, for example with a smaller token budget.
         decode_blocks: fast path of block allocation for requests in steady decode.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        table: RequestTable,
-        kv: KVCacheManager,
-        drafting: DraftPolicy,
-        decisions: RecentDecisions,
-        stats: Counters,
-        suspects: Suspects,
-        hooks: SchedulerHooks,
-        transfers: Transfers,
-        forks: Forks,
-        beams: Beams,
-        adapters: Adapters,
-        programs: Programs,
-        *,
-        preemption_class: Callable[..., Preemption] = Preemption,
-    ) -> None:
-        self.config = config
-        self.table = table
-        self.steady_decode = table.steady_decode
-        self.kv = kv
-        self.decode_blocks = SteadyBlockAllocator(kv)
-        self.tenants = TenantShares(table, kv)
-        self._drafting = drafting
-        self._decisions = decisions
-        self._stats = stats
-        self._suspects = suspects
-        self._hooks = hooks
-        self._transfers = transfers
-        self._forks = forks
-        self._beams = beams
-        self._adapters = adapters
-        self._programs = programs
-        self._pressure = Pressure(kv.pool)
-        self.preemption = preemption_class(table, kv, self.tenants, decisions, stats)
+    def __init__(self, core: Core, *, preemption_class: Callable[[Core], Preemption] = Preemption) -> None:
+        self.core = core
+        self.calls = core.calls
+        self.table = core.table
+        self.steady_decode = core.table.steady_decode
+        self.kv = core.kv
+        self.decode_blocks = SteadyBlockAllocator(core.kv)
+        self._decisions = core.decisions
+        self._pressure = Pressure(core.kv.pool)
+        self.preemption = preemption_class(core)
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.core.config
 
     def plan(self, step: int, pause: str) -> StepPlan:
         """Return the plan of step ``step``.
@@ -89,29 +49,40 @@ class Planner:
             pause: if not empty, no request is admitted.
         """
         plan = self._fill(StepPlan(step, self.config, self.kv), pause)
-        num_waiting = len(self._adapters.turns.waiting)
-        while num_waiting and not (plan.rows or self.steady_decode.batch):
-            self._adapters.pass_turns()
-            num_waiting, plan = num_waiting - 1, self._fill(StepPlan(step, self.config, self.kv), pause)
+        for count, replan in zip(self.calls.num_replans, self.calls.replan, strict=True):
+            for _ in range(count()):
+                if plan.rows or self.steady_decode.batch:
+                    break
+                replan()
+                plan = self._fill(StepPlan(step, self.config, self.kv), pause)
         return plan
 
     def _fill(self, plan: StepPlan, pause: str) -> StepPlan:
-        # If waiting requests can preempt running ones, no row is final before all waiting requests were considered.
-        can_claim = self.config.scheduling_policy == "priority" or self.table.num_tenants > 1
-        self._beams.settle()
-        if (suspect := self._suspects.alone) is not None:
-            self.preemption.preempt_others(plan, suspect)
+        """Fill a plan, in an order in which each part may rely on the ones before.
+
+        1. Features settle what changed since the last step, so that no row is given to what waits for others.
+        2. Running requests before waiting ones: they hold blocks, and each step that leaves them out keeps these from
+           everyone else. Among them decodes before prefills: their clients wait for the next token.
+        3. Hashes of blocks that the step fills are published only when its rows are final, because a withdrawn row
+           would leave names of blocks that are never written. If waiting requests can preempt running ones, that is
+           after all waiting requests were considered; otherwise before, so that these find the blocks of this step.
+        4. Last, what needs certainty about the rows of this step.
+        """
+        can_claim = self.config.scheduling_policy == "priority" or any(claims() for claims in self.calls.claims)
+        for begin_plan in self.calls.begin_plan:
+            begin_plan(plan)
         self._schedule_running(plan)
-        keep_free = self._keep_free
-        self._forks.plan(plan, keep_free, paused=bool(pause))
-        self._beams.suspend_leaders()
+        plan.keep_free = self._keep_free
+        for after_running in self.calls.after_running:
+            after_running(plan, is_paused=bool(pause))
         if not can_claim:
             self._cache_rows(plan)
         if self.table.waiting:
             self._schedule_waiting(plan, pause)
         if can_claim:
             self._cache_rows(plan)
-        self._forks.plan(plan, keep_free, sampling=True, paused=bool(pause))
+        for after_waiting in self.calls.after_waiting:
+            after_waiting(plan, is_paused=bool(pause))
         return plan
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -121,7 +92,8 @@ class Planner:
             for request in list(self.steady_decode.batch.values()):
                 self.table.leave_steady(request)
         self.table.move_to_leaving()
-        self._adapters.next_step()
+        for before_rows in self.calls.before_rows:
+            before_rows(plan)
         self._handle_due(plan)
         plan.budget -= len(self.steady_decode.batch)
         self.schedule_rows(plan, *self.table.to_compute())
@@ -160,7 +132,9 @@ class Planner:
     def schedule_decodes(self, plan: StepPlan, decodes: list[Request]) -> None:
         """Schedule one token for each request, and drafts only from the budget that remains after that."""
         num_decoding = len(self.steady_decode.batch) + len(decodes)
-        wanted = self._drafting.choose([request.draft_state for request in decodes], num_decoding, plan.step)
+        wanted: Iterable[int] = [0] * len(decodes)
+        for speculate in self.calls.speculate:  # also without decodes, so that the choice does not depend on who joins
+            wanted = speculate(decodes, num_decoding, plan.step)
         if not decodes:
             return
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
@@ -173,32 +147,19 @@ class Planner:
             self._allocate(plan, StepRow(request, 1 + drafts, None, drafts))
 
     def _schedule_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
-        """Schedule prefills in order of admission, with equal parts of the budget for tenants that want them."""
-        if self.table.num_tenants < 2:
-            for request in prefills:
-                self.schedule_prefill(plan, request, plan.prefill_budget)
-            return
-        wanted = Counter({request.tenant: 0 for request in prefills})
+        """Schedule prefills in order of admission, each from its part of the budget if a feature divides it."""
+        found = (divide(plan, prefills) for divide in self.calls.divide)
+        parts = next((each for each in found if each is not None), None)
         for request in prefills:
-            wanted[request.tenant] += request.num_tokens_to_compute
-        if self.table.waiting and prefills:  # the first waiting request may be admitted in this step
-            first = self.table.waiting.peek_request()
-            if first is not self._refused[0]:
-                wanted[first.tenant] += first.num_tokens
-        parts = equal_parts(plan.prefill_budget, wanted)
-        for request in prefills:
-            self.schedule_prefill(plan, request, parts[request.tenant])
-            if request.handle in plan.rows:
-                parts[request.tenant] -= plan.rows[request.handle].num_tokens
+            self.schedule_prefill(plan, request, plan.prefill_budget if parts is None else parts.left(request))
+            if parts is not None and request.handle in plan.rows:
+                parts.take(request, plan.rows[request.handle].num_tokens)
 
     def schedule_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
-        """Schedule at most ``most`` positions of a prefill, or return the request to the queue to join its load."""
-        if request.split_at:
-            if request.num_computed_tokens >= request.split_at:
-                self.preemption.preempt_to_join(plan.step, request)
-                self._transfers.join(request)
-                return
-            most = min(most, request.split_at - request.num_computed_tokens)
+        """Schedule at most ``most`` positions of a prefill."""
+        for most_tokens in self.calls.most_tokens:
+            if (limit := most_tokens(request)) is not None:
+                most = min(most, limit)
         most = plan.prefill_tokens(request, min(most, request.num_tokens_to_compute), request.num_computed_tokens)
         if most > 0:
             self._allocate(plan, StepRow(request, most, None, is_prefill=True))
@@ -221,8 +182,8 @@ class Planner:
             if self.kv.holds.end_one_kept(request.handle):
                 continue
             victim, reason = self.preemption.victim()
-            if victim is request and self._transfers.yields():
-                return  # the blocks of the stores in flight suffice, or the next try is without stores
+            if victim is request and self._yields(others_run=False):
+                return  # the blocks that copies in flight hold suffice, or the next try is without such copies
             self.preemption.preempt(victim, plan, request, reason)
 
     def _cache_rows(self, plan: StepPlan) -> None:
@@ -235,14 +196,17 @@ class Planner:
     def _cache_written(self, request: Request, num_new_tokens: int) -> None:
         self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
 
+    def _yields(self, *, others_run: bool) -> bool:
+        return any(yields(others_run=others_run) for yields in self.calls.yields)
+
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
-        if (suspect := self._suspects.alone) is not None:
-            self.schedule_alone(plan, pause, suspect)
+        if plan.alone is not None:
+            self.schedule_alone(plan, pause, plan.alone)
             return
         while self.table.waiting:
             request = self.table.waiting.peek_request()
             reason = WaitReason.PAUSED if pause else self.admission_obstacle(plan, request)
-            if reason is not None and reason not in _HELD:
+            if reason is not None and request in self.table.waiting:  # otherwise it is held: the next one may run
                 self._waits_for(plan, request, reason)
                 return
 
@@ -251,20 +215,22 @@ class Planner:
             self._decisions.note(Decision(plan.step, "wait", request.request_id, reason))
             request.wait_reason = reason
 
-    def schedule_alone(self, plan: StepPlan, pause: str, suspect: Request) -> None:
-        """Admit the suspect and no other request."""
-        if suspect in self.table.waiting:
-            reason = WaitReason.PAUSED if pause else self.admit(plan, suspect, others_preempted=True)
+    def schedule_alone(self, plan: StepPlan, pause: str, alone: Request) -> None:
+        """Admit one request and no other."""
+        if alone in self.table.waiting:
+            reason = WaitReason.PAUSED if pause else self.admit(plan, alone, others_preempted=True)
             if reason is not None:
-                self._waits_for(plan, suspect, reason)
+                self._waits_for(plan, alone, reason)
         first = self.table.waiting.peek_request() if self.table.waiting else None
-        if first is not None and first is not suspect:
-            self._waits_for(plan, first, WaitReason.SUSPECT)
+        if first is not None and first is not alone:
+            self._waits_for(plan, first, plan.others_wait)
 
     def admission_obstacle(self, plan: StepPlan, request: Request) -> WaitReason | None:
         """Call ``admit`` for the first waiting request, unless nothing has changed since it returned a reason to wait.
 
-        The number of running requests represents their identity: they change without the pool only when one leaves.
+        Without this, a full batch would look up the hits of the first waiting prompt in each step. What may change the
+        answer: the request itself, the pool, the rows, the budgets, and what features say by their ``version``. The
+        number of running requests represents their identity: they change without the pool only when one leaves.
         """
         state = (
             request,
@@ -272,50 +238,38 @@ class Planner:
             request.num_in_flight,
             self.kv.pool.num_changes,
             len(self.table.running),
-            self.table.num_tenants,
             plan.budget,
             plan.prefill_budget,
             len(plan.preempted),
             self.config,
-            self._programs.protected_blocks(request),
+            *[version(request) for version in self.calls.version],
         )
         if state == self._refused:
             return self._refusal
         reason = self.admit(plan, request)
-        if reason not in _LASTING and reason is not WaitReason.RESULT_IN_FLIGHT:
+        if reason not in LASTING_REASONS and reason is not WaitReason.RESULT_IN_FLIGHT:
             return reason
-        if self.table.num_tenants > 1 and self._admit_claimant(plan, request, reason):
+        if any(admit_before(plan, request, reason) for admit_before in self.calls.admit_before):
             return None
-        if reason in _LASTING:
-            self._refused, self._refusal = state, reason
+        if reason in LASTING_REASONS:
+            self._refused, self._refusal, self.core.refused = state, reason, request
         return reason
 
-    def _admit_claimant(self, plan: StepPlan, head: Request, reason: WaitReason) -> bool:
-        """Admit a request of a tenant below its share ahead of ``head``, whose tenant has its share.
-
-        Returns whether a request was admitted.
-        """
-        lacks_row = reason in (WaitReason.MAX_NUM_SEQS, WaitReason.RESULT_IN_FLIGHT)
-        if not self.tenants.has_its_share(head, self.config if lacks_row else None):
-            return False
-        for request in self.table.waiting.heads():
-            if request is not head and not request.awaits_result:
-                if lacks_row:
-                    victims = self.tenants.can_claim_row(request, self.config)
-                else:
-                    victims = self.tenants.can_claim_blocks(request, self.kv.num_blocks_for(request.num_tokens))
-                if victims and self.admit(plan, request) is None:
-                    return True
-        return False
-
     def admit(self, plan: StepPlan, request: Request, *, others_preempted: bool = False) -> WaitReason | None:
-        """Admit a waiting request, or return its reason to wait. ``others_preempted``: they made room for this one."""
+        """Admit a waiting request, or return its reason to wait. ``others_preempted``: they made room for this one.
+
+        The order of the checks is that of their cost, and each relies on those before: features, which may hold the
+        request, come before anything is preempted for it; hits are looked up when there is a row; blocks are allocated
+        last, because nothing gives them back when a later check fails.
+        """
         if len(plan.preempted) > plan.num_claimed and not others_preempted:
             return WaitReason.PREEMPTING
         if request.awaits_result:  # recently preempted: its token in flight belongs to the tokens to recompute
             return WaitReason.RESULT_IN_FLIGHT
-        if not self._adapters.is_loaded(request):
-            return WaitReason.ADAPTER
+        for obstacle in self.calls.obstacle:
+            if (held := obstacle(request)) is not None:
+                assert isinstance(held, WaitReason)
+                return held
         while (reason := plan.lacks_tokens()) is not None:
             if not self.preemption.for_tokens(plan, request):
                 return reason
@@ -326,48 +280,49 @@ class Planner:
                 return WaitReason.KV_PRESSURE
         hits, num_hit_tokens = self.kv.get_computed_blocks(request)
         step_tokens = min(plan.prefill_limit, self.config.long_prefill_token_threshold or plan.prefill_limit)
-        choice = self._transfers.choose(request, hits, num_hit_tokens, step_tokens)
-        if choice is not None and choice.kind == "load":
-            return WaitReason.LOADING
-        missing = request.num_tokens - num_hit_tokens
+        until = 0
+        for feature_hits in self.calls.hits:
+            found = feature_hits(request, hits, num_hit_tokens, step_tokens)
+            if isinstance(found, WaitReason):
+                return found
+            until = found or until
         while (reason := plan.lacks_room(request, num_hit_tokens)) is not None:
             if not self.preemption.for_tokens(plan, request):
                 return reason
-        num_tokens = plan.prefill_tokens(request, missing, num_hit_tokens)
-        if choice is not None and choice.front:
-            num_tokens = min(num_tokens, choice.front - num_hit_tokens)
+        num_tokens = plan.prefill_tokens(request, request.num_tokens - num_hit_tokens, num_hit_tokens)
+        if until:
+            num_tokens = min(num_tokens, until - num_hit_tokens)
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
             if not (self.kv.holds.end_one_kept(request.handle) or self.preemption.for_blocks(plan, request, reason)):
-                self._transfers.yields(others_run=bool(self.table.running))
+                self._yields(others_run=bool(self.table.running))
                 return reason
         self.note_evictions(plan, evicted, request)
-        self.table.admit(request)
-        self.kv.holds.end_kept(request.handle)
-        request.begin(num_hit_tokens)
-        self._programs.admitted(request, num_hit_tokens)
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens, request.admitted = num_hit_tokens, self.kv.pool.now
-            self._stats.prefix_cache_queries += request.num_tokens
-            self._stats.prefix_cache_hit_tokens += num_hit_tokens
-            self.table.waiting.charge(request.tenant, missing)
-        elif request.split_at and num_hit_tokens > request.split_at:
-            loaded = num_hit_tokens - request.split_at  # while it computed the tokens before
-            request.num_cached_tokens += loaded
-            self._stats.prefix_cache_hit_tokens += loaded
-            self.table.waiting.charge(request.tenant, -loaded)
-        request.split_at = 0
-        self._hooks.admitted(request, num_hit_tokens)
-        self._decisions.follow(request, "scheduled", num_tokens=num_hit_tokens)
-        self._transfers.admitted(request, choice)  # before hashes are published: it probes for what the device lacks
-        if self._adapters.may_run(request):
-            plan.add(StepRow(request, num_tokens, None, is_prefill=True))
-            self._cache_written(request, num_tokens)
+        self._begin(plan, request, num_hit_tokens, num_tokens)
         return None
 
-    def has_room_for_prompt(self, request: Request, hits: GroupBlocks, protected: int) -> bool:
+    def _begin(self, plan: StepPlan, request: Request, num_hit_tokens: int, num_tokens: int) -> None:
+        """Run a request that has its blocks, from this step on if its features let it."""
+        self.table.start(request)
+        self.kv.holds.end_kept(request.handle)
+        request.begin(num_hit_tokens)
+        is_first = request.num_cached_tokens < 0
+        if is_first:
+            request.num_cached_tokens, request.admitted = num_hit_tokens, self.kv.pool.now
+            self.core.stats.prefix_cache_queries += request.num_tokens
+            self.core.stats.prefix_cache_hit_tokens += num_hit_tokens
+            self.table.waiting.charge_for(request, request.num_tokens - num_hit_tokens)
+        self.core.hooks.admitted(request, num_hit_tokens)
+        self._decisions.follow(request, "scheduled", num_tokens=num_hit_tokens)
+        for admitted in self.calls.admitted:  # before hashes are published: one looks for what the device lacks
+            admitted(request, num_hit_tokens, is_first=is_first)
+        if all(may_run(request) for may_run in self.calls.may_run):
+            plan.add(StepRow(request, num_tokens, None, is_prefill=True))
+            self._cache_written(request, num_tokens)
+
+    def has_room_for_prompt(self, request: Request, hits: GroupBlocks, reserved: int) -> bool:
         """Whether the pool has blocks for all known tokens of a request of which this step computes only a chunk."""
-        return self.kv.can_fit_full_sequence(request, request.num_tokens, hits, keep_free=protected)
+        return self.kv.can_fit_full_sequence(request, request.num_tokens, hits, keep_free=reserved)
 
     def _lacks_blocks(
         self, request: Request, hits: GroupBlocks, num_hit_tokens: int, num_tokens: int
@@ -381,11 +336,12 @@ class Planner:
             request, request.max_total_tokens - 1, hits
         ):
             return WaitReason.FULL_SEQUENCE
-        protected = self._programs.protected_blocks(request)
-        reason = WaitReason.PROGRAM_LIMIT if protected else WaitReason.KV_BLOCKS
-        if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits, protected):
+        reserves = [found for reserve in self.calls.reserve if (found := reserve(request)) is not None]
+        reason = reserves[0].reason if reserves else WaitReason.KV_BLOCKS
+        reserved = sum(each.num_blocks for each in reserves)
+        if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits, reserved):
             return reason
-        keep_free = self._keep_free + protected
+        keep_free = self._keep_free + reserved
         new_blocks = self.kv.allocate_slots(request, num_tokens, hits, num_hit_tokens, keep_free=keep_free)
         return reason if new_blocks is None else None
 

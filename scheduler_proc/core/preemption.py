@@ -2,11 +2,8 @@
 
 from collections.abc import Collection
 
-from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
+from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.step import StepPlan
-from quire.scheduler_proc.core.tenants import TenantShares
-from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
 
@@ -19,24 +16,15 @@ class Preemption:
     last: it advances until it ends, and then another one is the oldest, so all requests end.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        kv: KVCacheManager,
-        tenants: TenantShares,
-        decisions: RecentDecisions,
-        stats: Counters,
-    ) -> None:
-        self._table = table
-        self._kv = kv
-        self._tenants = tenants
-        self._decisions = decisions
-        self._stats = stats
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._table = core.table
+        self._kv = core.kv
 
     def preempt(self, victim: Request, plan: StepPlan, beneficiary: Request | None, reason: PreemptReason) -> None:
         """Free the victim's blocks and return it to its old place in the queue.
 
-        The victim recomputes all its tokens except prefix cache hits. A victim over its tenant's share loses its
+        The victim recomputes all its tokens except prefix cache hits. A victim over its account's share loses its
         place, because it would otherwise be ahead of the request that it was preempted for.
         """
         plan.withdraw(victim)
@@ -46,57 +34,31 @@ class Preemption:
         if reason is PreemptReason.OVER_SHARE:
             victim.turn = -1
         beneficiary_id = "" if beneficiary is None else beneficiary.request_id
-        self._decisions.preempted(plan.step, victim, reason, beneficiary_id)
+        self._core.decisions.preempted(plan.step, victim, reason, beneficiary_id)
         self._table.preempt(victim)
         self._kv.free(victim)
-        self._stats.num_preemptions += 1
-
-    def preempt_others(self, plan: StepPlan, suspect: Request) -> None:
-        """Preempt all requests that need more steps, except the suspect."""
-        for other in [request for request in self._table.running.values() if request is not suspect]:
-            self._table.leave_steady(other)
-            if not other.needs_no_more_steps:
-                self.preempt(other, plan, suspect, PreemptReason.SUSPECT)
-
-    def preempt_to_join(self, step: int, request: Request) -> None:
-        """Return a request to the queue that has computed up to what it loads; the prefix cache keeps its blocks."""
-        self._decisions.preempted(step, request, PreemptReason.JOINS_LOAD)
-        self._table.preempt(request)
-        self._kv.free(request)
+        self._core.stats.num_preemptions += 1
 
     def victim(self) -> tuple[Request, PreemptReason]:
         """Return the running request to preempt when too few blocks are free.
 
-        If several tenants have running requests, and some of them more than one: a request of the tenant with the most
-        blocks. Its oldest request is spared too. Before these rules: with programs that are
-        admitted, ``_of_last_programs``; with pins, requests of programs without one.
+        The oldest is spared first of all, so that it ends. Then features spare what they protect. Among the rest, a
+        request of an account with more than its share goes first, although its loss may cost more.
         """
         equals = self._of_lowest_priority(self._table.running.values())
         oldest = min(equals, key=self._table.waiting.key)
         candidates = [request for request in equals if request is not oldest] or equals
-        if by_program := self._table.waiting.policy == "program":
-            candidates = self._of_last_programs(candidates)
-        elif pins := self._kv.pins:
-            candidates = [each for each in candidates if each.program is None or each.program.number not in pins] or (
-                candidates
-            )
+        by_priority = self._table.waiting.policy == "priority"
+        reason = PreemptReason.LOWEST_PRIORITY if by_priority else PreemptReason.LEAST_LOSS
+        for spare in self._core.calls.spare:
+            candidates, decisive = spare(candidates)
+            reason = decisive or reason
         victim = self.choose(candidates)
-        if len(self._table.rows) > 1:
-            heaviest = self._tenants.heaviest(candidates)
+        for over_share in self._core.calls.over_share:
+            heaviest = over_share(candidates)
             if heaviest and (other := self.choose(heaviest)) is not victim:
                 return other, PreemptReason.OVER_SHARE
-        by_priority = self._table.waiting.policy == "priority"
-        if by_program:
-            return victim, PreemptReason.LAST_PROGRAM
-        return victim, PreemptReason.LOWEST_PRIORITY if by_priority else PreemptReason.LEAST_LOSS
-
-    def _of_last_programs(self, candidates: list[Request]) -> list[Request]:
-        """Return the candidates whose programs are not admitted; without any, those of the youngest program."""
-        others = [each for each in candidates if each.program is None or not each.program.is_admitted]
-        if others:
-            return others
-        numbers = [0 if each.program is None else each.program.number for each in candidates]
-        return [each for each, number in zip(candidates, numbers, strict=True) if number == max(numbers)]
+        return victim, reason
 
     def choose(self, candidates: Collection[Request]) -> Request:
         """Return the victim among requests that may be preempted; under the priority policy one of the highest number.
@@ -142,19 +104,22 @@ class Preemption:
         return self.by_priority(plan, request, [row.request for row in plan.rows.values() if row.is_prefill])
 
     def for_a_row(self, plan: StepPlan, request: Request) -> bool:
-        """Preempt for a batch slot: by priority, or from a tenant with more rows than its share."""
-        return self.by_priority(plan, request) or self._claim(
-            plan, request, self._tenants.can_claim_row(request, plan.config)
+        """Preempt for a batch slot: by priority, or from an account with more rows than its share."""
+        return self.by_priority(plan, request) or any(
+            self._claim(plan, request, victims(request, plan.config)) for victims in self._core.calls.row_victims
         )
 
     def for_blocks(self, plan: StepPlan, request: Request, reason: WaitReason) -> bool:
-        """Preempt for blocks: by priority, or from a tenant with more blocks than its share; not for pins."""
+        """Preempt for blocks: by priority, or from an account with more blocks than its share.
+
+        Blocks that a feature reserves are not claimed: a running request would lose its own for contents that only may
+        be used again.
+        """
         if self.by_priority(plan, request):
             return True
-        if self._table.num_tenants < 2 or reason is WaitReason.PROGRAM_LIMIT:
+        if reason not in (WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUENCE):
             return False
-        num_blocks = self._kv.num_blocks_for(request.num_tokens)
-        return self._claim(plan, request, self._tenants.can_claim_blocks(request, num_blocks))
+        return any(self._claim(plan, request, victims(request)) for victims in self._core.calls.block_victims)
 
     def _claim(self, plan: StepPlan, request: Request, candidates: list[Request]) -> bool:
         """Preempt one of the ``candidates``, unless one of them has not been sent to the workers yet.

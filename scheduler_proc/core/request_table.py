@@ -1,14 +1,12 @@
 """Request table: the state of each request (waiting, held, running, leaving), and all transitions."""
 
-from collections import Counter
 from operator import attrgetter
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.front_end_messages import TenantService
+from quire.scheduler_proc.core.feature import Calls
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.steady_decode import SteadyDecode
 from quire.scheduler_proc.core.step import StepRow
-from quire.scheduler_proc.costs.costs import Prefill
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
@@ -31,11 +29,12 @@ class RequestTable:
         running: by handle, in order of admission.
         unsteady: running requests outside of steady decode.
         leaving: requests whose last token is in flight: removed from the workers, but not yet ended.
-        rows: number of running requests per tenant, without zeros.
         last_number: number of the newest request.
     """
 
-    def __init__(self, policy: str, steady_decode: SteadyDecode, in_flight: StepsInFlight, vocab_size: int) -> None:
+    def __init__(
+        self, policy: str, steady_decode: SteadyDecode, in_flight: StepsInFlight, vocab_size: int, calls: Calls
+    ) -> None:
         self.requests: dict[tuple[int, str], Request] = {}
         self.waiting = RequestQueue(policy)
         self.skipped_waiting: dict[int, Request] = {}
@@ -44,9 +43,9 @@ class RequestTable:
         self.leaving: dict[int, Request] = {}
         self.steady_decode = steady_decode
         self._in_flight = in_flight
+        self._calls = calls
         self.stops = StopTable(vocab_size)
         self.handles = HandlePool()
-        self.rows: Counter[int] = Counter()
         self._removed: list[int] = []
         self._chosen: dict[int, int] = {}
         self._retired: list[int] = []
@@ -54,20 +53,8 @@ class RequestTable:
         self.last_number = self._num_admitted = 0
 
     @property
-    def num_tenants(self) -> int:
-        """Number of tenants with running or waiting requests."""
-        waiting = self.waiting.tenants
-        return len(self.rows.keys() | waiting) if len(self.rows) + len(waiting) > 1 else len(self.rows) + len(waiting)
-
-    @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.skipped_waiting)
-
-    def prefills(self) -> tuple[Prefill, int]:
-        """Return what running requests have to prefill, and the number of the other ones. O(unsteady)."""
-        found = [request for request in self.unsteady.values() if request.num_tokens_to_compute > 1]
-        parts = (Prefill.between(r.num_computed_tokens, r.split_at or r.num_tokens) for r in found)
-        return sum(parts, Prefill()), len(self.running) - len(found)
 
     def add(self, request: Request, number: int = 0) -> None:
         """Queue a new request, and set its handle and number. ``number``: another request's; 0 for the next."""
@@ -77,8 +64,8 @@ class RequestTable:
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
-        if request.adapter is not None:
-            request.adapter.num_requests += 1
+        for added in self._calls.added:
+            added(request)
 
     def hold(self, request: Request, reason: WaitReason) -> None:
         """Hold a waiting request. Raises KeyError unless it is in the queue."""
@@ -92,15 +79,14 @@ class RequestTable:
         request.wait_reason = WaitReason.QUEUED
         self.waiting.add_request(request)
 
-    def admit(self, request: Request) -> None:
+    def start(self, request: Request) -> None:
         """Move a waiting request to ``running``."""
         self.waiting.take_request(request)
-        self.rows[request.tenant] += 1
         request.order = self._num_admitted = self._num_admitted + 1
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
-        if request.adapter is not None:
-            request.adapter.running[request.handle] = request
+        for started in self._calls.started:
+            started(request)
 
     def join_steady(self, request: Request, until: int, room: int) -> None:
         """Move a running request to steady decode, for the steps after the newest one and before ``until``.
@@ -170,23 +156,10 @@ class RequestTable:
         request.status = status
         self.retire(request.handle)
         self.stops.remove(request.stop_tokens)
-        if request.adapter is not None:
-            request.adapter.num_requests -= 1
         del self.requests[request.client, request.request_id]
-        self.waiting.charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
+        self.waiting.charge_for(request, OUTPUT_WEIGHT * request.num_output_tokens)
         if not self.requests:
             self.waiting.forget_service()
-
-    def served_elsewhere(self, event: TenantService, num_tenants: int) -> None:
-        """Count what other engines have served, except to tenants that do not exist.
-
-        Without requests it is not counted: they would begin with equal counts after this engine has been idle.
-        """
-        if not self.requests:
-            return
-        for tenant, num_tokens in event.served:
-            if 0 <= tenant <= num_tenants:
-                self.waiting.charge_elsewhere(tenant, num_tokens)
 
     def retire(self, handle: int) -> None:
         """Mark the handle of an ended request, which the workers may still hold, for release."""
@@ -226,13 +199,8 @@ class RequestTable:
     def _leave_running(self, request: Request) -> None:
         self.leave_steady(request)
         del self.unsteady[request.handle], self.running[request.handle]
-        if request.adapter is not None:
-            del request.adapter.running[request.handle]
-            request.adapter.last_step = self.steady_decode.clock.sent
-        if self.rows[request.tenant] > 1:
-            self.rows[request.tenant] -= 1
-        else:
-            del self.rows[request.tenant]
+        for stopped in self._calls.stopped:
+            stopped(request)
         if request.on_worker:
             self._removed.append(request.handle)
             self._chosen.pop(request.handle, None)
@@ -262,11 +230,6 @@ class RequestTable:
                 assert named.get(handle, request) is request, f"handle {handle} refers to two requests"
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
         assert len(self.running) == len(self.unsteady) + len(self.steady_decode)
-        for adapter in {request.adapter for request in self.requests.values()} - {None}:
-            assert adapter is not None
-            running = [r for r in self.running.values() if r.adapter is adapter]
-            assert list(adapter.running.values()) == running, f"{adapter!r}: wrong running requests"
-        assert Counter(r.tenant for r in self.running.values()) == self.rows, "wrong row counts of tenants"
         orders = [r.order for r in self.running.values()]
         assert orders == sorted(orders), "running requests are not in order of admission"
         retired = len(self._retired) + self._num_retired_in_flight

@@ -5,20 +5,9 @@ from typing import NamedTuple
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.adapters.adapters import Adapters
-from quire.scheduler_proc.beams.search import Choice
-from quire.scheduler_proc.core.beams import BeamGroup, Beams
+from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
-from quire.scheduler_proc.core.forks import Forks
-from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepsInFlight, StepTooLarge
-from quire.scheduler_proc.core.outputs import OutputCollector
-from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
-from quire.scheduler_proc.core.transfers import Transfers
-from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.programs import Programs
-from quire.scheduler_proc.requests.drafting import DraftPolicy
-from quire.scheduler_proc.requests.hooks import SchedulerHooks
+from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepTooLarge
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
 
@@ -52,45 +41,22 @@ NO_FAULTS = _Faults({}, {}, set())
 class Results:
     """Applies the workers' results in order, and ends requests. No other code does either.
 
-    Owns the messages to clients (``outputs``) and the last step whose results are ignored (``stale_until``).
-
-    Attributes:
-        num_pooled: pooled requests that have ended with their result.
+    Owns the last step whose results are ignored (``stale_until``).
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        kv: KVCacheManager,
-        in_flight: StepsInFlight,
-        drafting: DraftPolicy,
-        stats: Counters,
-        decisions: RecentDecisions,
-        hooks: SchedulerHooks,
-        transfers: Transfers,
-        forks: Forks,
-        beams: Beams,
-        adapters: Adapters,
-        programs: Programs,
-    ) -> None:
-        self.table = table
-        self.steady_decode = table.steady_decode
-        self.kv = kv
-        self.in_flight = in_flight
-        self.outputs = OutputCollector()
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.table = core.table
+        self.steady_decode = core.table.steady_decode
+        self.kv = core.kv
+        self.in_flight = core.in_flight
+        self.outputs = core.outputs
         self.stale_until = -1
         """Results of steps up to this one are ignored."""
-        self.num_pooled = 0
-        self._stats = stats
-        self._decisions = decisions
-        self._drafting = drafting
-        self._hooks = hooks
-        self._transfers = transfers
-        self._forks = forks
-        self._beams = beams
-        self._adapters = adapters
-        self._programs = programs
-        self._endings = TokenEndings(table.stops)
+        self._stats = core.stats
+        self._decisions = core.decisions
+        self._calls = core.calls
+        self._endings = TokenEndings(core.table.stops)
 
     def update_from_output(self, output: ModelRunnerOutput, recorded: Endings | None = None) -> None:
         """Apply the result of the oldest step in flight: append tokens, end requests, pass tokens to clients.
@@ -109,9 +75,20 @@ class Results:
             raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output, is_recorded=recorded is not None)
         cut, owners = self._apply(record, sampled, output, recorded or self._endings)
-        self._transfers.plan_stores()
+        for applied in self._calls.applied:
+            applied()
         if recorded is None:
             self.outputs.sampled(sampled, cut, owners)
+
+    def _client_handle(self, record: InFlightStep, handle: int) -> int:
+        """Return the handle of the client's request for one of the step."""
+        request = record.member(handle)
+        return handle if request is None else self._client_request(request).handle
+
+    def _client_request(self, request: Request) -> Request:
+        for client_request in self._calls.client_request:
+            request = client_request(request)
+        return request
 
     def is_stale(self, step: int) -> bool:
         """Whether a result belongs to an earlier worker epoch; counts it if so."""
@@ -129,7 +106,9 @@ class Results:
     ) -> tuple[dict[int, int], list[list[int | None]]]:
         """Apply a validated result. Returns, by position, the number of tokens that count, where it is not all; and for
         each kind of rows beside the tokens the clients of its parts."""
-        faults = _Faults.of({h: endings.bad_row_detail(record.client_handle(h)) for h in output.bad}, output.failed)
+        faults = _Faults.of(
+            {h: endings.bad_row_detail(self._client_handle(record, h)) for h in output.bad}, output.failed
+        )
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.steady_decode.batch:
@@ -138,14 +117,7 @@ class Results:
             self._preempt_readers(record, faults)
         self.in_flight.records.popleft()
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
-        self._acknowledge(record)
-        if (prefill := record.prefill).tokens:
-            if self.kv.tiers or self._programs.pins.is_enabled:
-                self._transfers.costs.step_took(prefill, record.num_tokens - prefill.tokens, output.seconds)
-        else:
-            num_verified = 0 if sampled.verified is None else int(sampled.verified.sum())
-            num_tokens = record.num_tokens - record.num_drafts + num_verified
-            self._drafting.record_step_time(output.seconds, num_tokens, record.num_drafts > 0)
+        self._acknowledge(record, output)
         self.outputs.begin_result()
         for request in (r.request for r in record.rows.values() if r.samples and not r.request.status.is_finished):
             if not request.introduced:
@@ -184,11 +156,12 @@ class Results:
         position_of = self.in_flight.position_of
         return sorted(((position_of(handle), request) for handle, request in found.items()), key=itemgetter(0))
 
-    def _acknowledge(self, record: InFlightStep) -> None:
+    def _acknowledge(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
         for row in record.rows.values():
             row.request.answered(row.num_tokens)
         self.table.release_handles(record.retired)
-        self._transfers.acknowledged()
+        for acknowledged in self._calls.acknowledged:
+            acknowledged(record, output)
 
     def _apply_row(
         self,
@@ -211,11 +184,9 @@ class Results:
             return 0
         if drafts:
             self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
-        if request.leader is not None:
-            self._stats.generation_tokens += 1
-            if (group := self._beams.answered(request, sampled.candidates(position))) is not None:
-                self._continue_search(group, endings)
-            return 0
+        for takes in self._calls.takes:
+            if takes(request, sampled, position, endings):
+                return 0
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
             ending = endings.ending_after(request, token)
@@ -247,7 +218,7 @@ class Results:
             if row.pools:
                 request.sampled(0)
             if not request.status.is_finished and not self._is_lost(record, request, faults) and row.pools:
-                self.num_pooled += 1
+                self.core.num_without_tokens += 1
                 self.finish(request, EndReason.STOPPED)
 
     def _owner(self, record: InFlightStep, handle: int, faults: _Faults) -> int | None:
@@ -264,27 +235,10 @@ class Results:
         return request.client
 
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
-        """Subtract the positions of missing and rejected drafts, and pass the outcome to the draft policy."""
+        """Subtract the positions of missing and rejected drafts."""
         request.subtract_drafts(drafts - accepted)
-        self._stats.num_drafts += verified > 0
-        for position in range(accepted):
-            self._stats.num_accepted_tokens_per_pos[position] += 1
-        self._stats.num_draft_tokens += verified
-        self._stats.num_accepted_tokens += accepted
-        self._drafting.verified(request.draft_state, verified, accepted)
-
-    def _continue_search(self, group: BeamGroup, endings: Endings) -> None:
-        """Choose the next beams of a search of which all have a result, or end it."""
-        outcome = endings.search_outcome(group)
-        if isinstance(outcome, Choice):
-            self._beams.advance(group, outcome)
-            self._hooks.beams_chosen(group.leader.handle, outcome.parents)
-            return
-        self.outputs.hypotheses(group.leader, outcome.hypotheses)
-        ending, counted = outcome.ending, outcome.num_output_tokens
-        self.finish(
-            group.leader, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail, num_output_tokens=counted
-        )
+        for on_verified in self._calls.verified:
+            on_verified(request, verified, accepted)
 
     def _end(self, request: Request, ending: Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
@@ -364,23 +318,21 @@ class Results:
     ) -> None:
         """End a request: free its blocks, send the ending, retire its handle. Every ending goes through this method.
 
-        A beam ends with its whole search.
+        The order: what it has computed is cached before its blocks are freed; they are freed before features forget
+        the request, which may give the blocks to another one; and its client hears of it last, with what the features
+        added to the step's outputs before it.
         """
         if request.status.is_finished:
             return
-        request = request.leader or request
+        request = self._client_request(request)
         self.table.leave_steady(request)
         if request.status is RequestStatus.RUNNING:
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            self.kv.free(request, pin=self._programs.pin_of(request, reason))
-        self._transfers.forget(request)
-        self._forks.forget(request)
-        self._beams.forget(request)
-        self._programs.ended(request)
-        self.table.end(request, STATUS_OF_END[reason])
-        self._adapters.ended(request)
+            kept_as = next(filter(None, (keeps_as(request, reason) for keeps_as in self._calls.keeps_as)), 0)
+            self.kv.free(request, kept_as)
+        self.core.remove(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens
         self._decisions.follow(request, "ended")
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)
-        self._hooks.ended(ended)
+        self.core.hooks.ended(ended)

@@ -1,60 +1,49 @@
-"""The scheduler: consumes events and decides steps. It has no access to sockets, clocks, files or devices.
+"""The bare scheduler: consumes events and decides steps. It has no access to sockets, clocks, files or devices.
 
 Reading order: ``consume`` here (all events), ``Planner.plan`` (a step), ``Results`` (results of steps). Requests that
-only need one token per step are in steady decode (steady_decode.py).
+only need one token per step are in steady decode (steady_decode.py). What else there is, is a feature (feature.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import assert_never
+from typing import Any
 
 import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
-    CallsTool,
     Control,
     EndReason,
     SchedulerToFrontEnd,
     Statistics,
     Stop,
-    TenantService,
 )
-from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.adapters.adapters import Adapters
 from quire.scheduler_proc.core.admission import check_layout_fits
 from quire.scheduler_proc.core.arrivals import Arrivals
-from quire.scheduler_proc.core.beams import Beams
-from quire.scheduler_proc.core.forks import Forks
-from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight, StepTooLarge, WorkerFault
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.diff import build_diff
+from quire.scheduler_proc.core.feature import Calls, Feature
+from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.request_table import RequestTable, check_requests
 from quire.scheduler_proc.core.results import Results
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, add_requests, make_statistics
-from quire.scheduler_proc.core.steady_decode import SteadyDecode
-from quire.scheduler_proc.core.step import StepPlan, build_diff
-from quire.scheduler_proc.core.suspects import SUSPECT_DETAIL, Suspects
-from quire.scheduler_proc.core.transfers import Transfers
-from quire.scheduler_proc.costs.costs import Costs, CostState
+from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, list_requests, make_statistics
+from quire.scheduler_proc.core.steady_decode import NEVER, SteadyDecode
+from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.programs import make_programs
-from quire.scheduler_proc.requests.drafting import check_drafts_fit, make_draft_policy
-from quire.scheduler_proc.requests.events import Clock, Consumed, Fail, Hold, HostMemory, LoadLate, Refuse, Release
+from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
 
-__all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 
-
-class Scheduler:
+class BareScheduler:
     """Consumes events and decides steps. Owns all requests (RequestTable) and all blocks (KVCacheManager).
 
     ``check`` verifies the invariants of RequestTable and KVCacheManager, and these:
@@ -79,7 +68,6 @@ class Scheduler:
         num_host_pages: int = 0,
         num_disk_pages: int = 0,
         forgotten: int = 0,
-        costs: CostState | None = None,
     ) -> None:
         """
         Args:
@@ -92,12 +80,10 @@ class Scheduler:
             num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without, and
                 ignored without prefix caching.
             forgotten: contents on disk up to this generation have been forgotten.
-            costs: what earlier engines have learned.
 
         Raises:
             ConfigError: a setting is unknown or contradicts the layout.
         """
-        check_drafts_fit(config)
         check_layout_fits(config, layout)
         self.kv = KVCacheManager(
             layout,
@@ -114,39 +100,36 @@ class Scheduler:
         )
         self.in_flight = StepsInFlight(config)
         self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
-        self.table = RequestTable(config.scheduling_policy, self.steady_decode, self.in_flight, config.model.vocab_size)
-        self.suspects = Suspects()
-        self.pause = ""
-        """Empty, ``pause_new`` (no request is admitted) or ``pause`` (no step is scheduled)."""
         self.decisions = RecentDecisions()
         self.stats = Counters(config.num_speculative_tokens)
-        self._drafting = make_draft_policy(config)
-        self.transfers = Transfers(config, self.table, self.kv, self.decisions, self.stats, Costs(costs))
-        self.forks = Forks(self.table, self.kv, self.suspects, self.decisions, hooks)
-        self.adapters = Adapters(config, self.table, self.steady_decode.clock, self.decisions.note)
-        self.beams = Beams(self.table, self.kv, self.decisions, hooks, self.transfers, self.forks, self.adapters)
-        shared = self.kv, self.table.waiting, self.transfers.costs, self.steady_decode.clock, self.decisions.note
-        self.programs = make_programs(config, *shared)
-        side_work = self.transfers, self.forks, self.beams, self.adapters, self.programs
-        self.planner = planner_class(
-            config, self.table, self.kv, self._drafting, self.decisions, self.stats, self.suspects, hooks, *side_work
-        )
-        self.results = Results(
-            self.table, self.kv, self.in_flight, self._drafting, self.stats, self.decisions, hooks, *side_work
-        )
+        calls, policy, vocab_size = Calls(), config.scheduling_policy, config.model.vocab_size
+        self.table = RequestTable(policy, self.steady_decode, self.in_flight, vocab_size, calls)
+        self.core = core = Core(config, self.table, self.kv, self.in_flight, self.decisions, self.stats, hooks, calls)
+        self.pause = ""
+        """Empty, ``pause_new`` (no request is admitted) or ``pause`` (no step is scheduled)."""
+        self.features = tuple(self.make_features(core))
+        for feature in self.features:
+            setattr(self, feature.name, feature)
+        calls.subscribe(self.features)
+        self.planner = planner_class(core)
+        self.results = Results(core)
+        self.arrivals = Arrivals(core)
+        core.finish, core.reject, core.statistics = self.results.finish, self.arrivals.reject, self.statistics
+        core.admit, core.preempt = self.planner.admit, self.planner.preemption.preempt
         self._steady_allowed = steady_decode
-        self.arrivals = Arrivals(
-            config, self.table, self.kv, self.results, self.stats, self.decisions, hooks, *side_work
-        )
+
+    def make_features(self, core: Core) -> Sequence[Feature]:
+        """Return the features, in the order in which they are called. The bare scheduler has none."""
+        return ()
 
     @property
     def config(self) -> EngineConfig:
         """The configuration. It can be replaced between two steps, for example with a smaller token budget."""
-        return self.planner.config
+        return self.core.config
 
     @config.setter
     def config(self, config: EngineConfig) -> None:
-        self.planner.config = config
+        self.core.config = config
 
     # ---- events
 
@@ -158,12 +141,7 @@ class Scheduler:
         """
         match event:
             case AddRequest():
-                admit = partial(self.arrivals.admission.admit, event, client, self.forks.parent_of(event, client))
-                self.arrivals.add(event, client, admit)
-            case Clock():
-                self.programs.clock(event.now)
-            case CallsTool():
-                self.programs.calls_tool(client, event.request_id, event.tool)
+                self.arrivals.add(event, client, partial(self.arrivals.admission.accept, event, client))
             case Abort():
                 for request_id in event.request_ids:
                     if request := self._live(client, request_id):
@@ -184,28 +162,18 @@ class Scheduler:
                     self.results.finish(request, EndReason.ERROR, detail=event.detail)
             case ModelRunnerOutput():
                 self.results.update_from_output(event)
-            case BlocksMoved():
-                self.transfers.moved(event)
-                if not event.failed:  # otherwise not before the next step: the same copies may fail again and again
-                    self.transfers.plan_stores()
-            case DiskContents() | HostMemory():
-                self.transfers.open_tier(event)
-            case LoadLate():
-                self.transfers.release_late(event.transfer)
-            case AdapterLoaded():
-                self.arrivals.adapter_loaded(event)
-            case UnloadAdapter():
-                self.arrivals.replies.append((client, self.statistics(event.query, self.arrivals.unload(event))))
-            case TenantService():
-                self.table.served_elsewhere(event, self.config.num_tenants)
             case _:
-                assert_never(event)
-        self.adapters.plan_loads()
+                self.core.calls.handlers[type(event)](event, client)
+        self.after_event()
+
+    def after_event(self) -> None:
+        for after_event in self.core.calls.after_event:
+            after_event()
 
     def drop_client(self, client: int) -> None:
         """Abort all requests of a front end that disconnected."""
         self._abort([request for request in self.table.requests.values() if request.client == client])
-        self.adapters.plan_loads()
+        self.after_event()
 
     def fail_all(self, detail: str) -> None:
         """End all requests with ERROR, because the engine cannot continue."""
@@ -219,25 +187,22 @@ class Scheduler:
 
         Args:
             new_workers: the workers were replaced and hold no rows, because the previous ones died or were stopped
-                after a fault. Requests in the steps in flight may be the cause (suspects.py). If False, the next diff
+                after a fault. Requests in the steps in flight may be the cause. If False, the next diff
                 removes the rows that the workers may still hold.
 
-        Returns whether a request was confirmed as the cause of the deaths, and has ended.
+        Returns whether a request was confirmed as the cause, and has ended.
         """
-        if new_workers:
-            self.stats.num_worker_restarts += 1
-            self.suspects.record_death(self.in_flight.records, self.num_results)
+        self.stats.num_worker_restarts += new_workers
+        for before_epoch in self.core.calls.before_epoch:
+            before_epoch(new_workers=new_workers)
         self.results.drop_steps(self.last_step)
         self.kv.drop_device_contents()
-        self.transfers.begin_epoch(new_workers=new_workers)
-        self.adapters.begin_epoch(new_workers=new_workers)
-        if not new_workers:
-            return False
-        self.table.take_removed()
-        confirmed = self.suspects.take_confirmed()
-        for request in confirmed:
-            self.results.finish(request, EndReason.ERROR, detail=SUSPECT_DETAIL)
-        return bool(confirmed)
+        if new_workers:
+            self.table.take_removed()
+        has_ended = False
+        for new_epoch in self.core.calls.new_epoch:
+            has_ended |= new_epoch(new_workers=new_workers)
+        return has_ended
 
     def halve_token_budget(self) -> bool:
         """Halve the token budget of steps. Returns False if it is already minimal.
@@ -254,7 +219,7 @@ class Scheduler:
 
     def take_messages(self) -> list[tuple[int, SchedulerToFrontEnd]]:
         """Return and clear the pending (client, message) pairs. If a step can be scheduled, call ``schedule`` first."""
-        return self.arrivals.take_replies() + self.decisions.take_events() + self.results.outputs.take()
+        return self.arrivals.take_replies() + self.decisions.take_events() + self.core.outputs.take()
 
     def _live(self, client: int, request_id: str) -> Request | None:
         request = self.table.requests.get((client, request_id))
@@ -278,15 +243,23 @@ class Scheduler:
                 self._abort(list(self.table.requests.values()))
             case "reset_prefix_cache":
                 done = self.kv.reset_prefix_cache()
-                if done:
-                    self.transfers.drop_contents()
+                for contents_dropped in self.core.calls.contents_dropped if done else ():
+                    contents_dropped()
             case _:
                 done = False
         reply = self.statistics(event.query, done)
         if event.kind == "requests":
-            blocks = self.planner.tenants.blocks()
-            reply = add_requests(reply, self.table, self.kv, blocks, is_paused=bool(self.pause))
-        self.arrivals.replies.append((client, reply))
+            listed = list_requests(self.table, self.kv, self._describe, is_paused=bool(self.pause))
+            reply = msgspec.structs.replace(reply, requests=listed)
+            for listing in self.core.calls.listing:
+                reply = listing(reply)
+        self.core.replies.append((client, reply))
+
+    def _describe(self, request: Request) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for describe in self.core.calls.describe:
+            fields |= describe(request)
+        return fields
 
     # ---- steps
 
@@ -310,8 +283,8 @@ class Scheduler:
         self.kv.pool.now = self.decisions.now = now
         plan = self.planner.plan(self.last_step + 1, self.pause)
         diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
-        self.transfers.plan_stores()
-        self.adapters.plan_loads(is_quiet=diff is None)
+        for after_step in self.core.calls.after_step:
+            after_step(is_quiet=diff is None)
         return diff
 
     @property
@@ -321,8 +294,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request exists, and no step, no transfer and no load of an adapter is in flight."""
-        return not (self.table.requests or self.in_flight or self.transfers or self.adapters)
+        """Whether no request exists, and nothing that was sent is unanswered: no step, and nothing of a feature."""
+        return not (self.table.requests or self.in_flight or any(is_busy() for is_busy in self.core.calls.is_busy))
 
     @property
     def step_awaiting_inputs(self) -> InFlightStep | None:
@@ -335,19 +308,19 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan) -> SchedulerOutput:
         """Commit the plan: build the diff, then advance the scheduled requests."""
-        table, step = self.table, plan.step
+        table, step, calls = self.table, plan.step, self.core.calls
         scheduled, running = len(plan.rows) + len(self.steady_decode.batch), len(table.running)
         assert scheduled <= running, f"{scheduled} requests in a step while {running} run"
-        diff = build_diff(plan, table.unsteady.values(), table.take_removed(), table.take_chosen(), self.kv)
+        diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv, calls)
         record = InFlightStep(step, plan.rows, table.take_retired(), self.config.step_tokens - plan.budget)
         self.steady_decode.clock.sent = step
         for row in plan.rows.values():
             request = row.request
             if not record.add(row):
                 continue
-            if row.num_drafts:
-                self._drafting.drafts_sent(request.draft_state, step)
-            until = self._drafting.next_draft_step(request.draft_state)
+            for sent in calls.sent if row.num_drafts else ():
+                sent(row, step)
+            until = min([NEVER, *(steady_until(request) for steady_until in calls.steady_until)])
             if until > step + 1 and self._may_be_steady(request):
                 table.join_steady(request, until, self.planner.decode_blocks.join(request))
             else:
@@ -375,22 +348,22 @@ class Scheduler:
 
     @property
     def num_results(self) -> int:
-        """Number of output tokens and of pooled requests that ended since start: it grows while there is progress."""
-        return self.stats.generation_tokens + self.results.num_pooled
+        """As of ``Core``."""
+        return self.core.num_results
 
     def statistics(self, query: int = 0, done: bool = True) -> Statistics:
         """Return current gauges, and counters since start."""
-        paused, tiers = bool(self.pause), self.transfers.tiers()
-        statistics = make_statistics(
-            self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=paused, tiers=tiers
+        found = make_statistics(
+            self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=bool(self.pause)
         )
-        return self.programs.add_to(self.adapters.add_to(self.planner.tenants.add_to(statistics, self.config)))
+        for statistics in self.core.calls.statistics:
+            found = statistics(found)
+        return found
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
-        parts = self.kv, self.table, self.transfers, self.forks, self.beams, self.programs, self.planner.decode_blocks
-        for part in parts:
+        for part in (self.kv, self.table, self.planner.decode_blocks):
             part.check()
         check_requests(self.table, self.kv, self.config)
-        in_flight = [request for record in self.in_flight.records for request in record.requests().values()]
-        self.adapters.check(self.table.requests.values(), in_flight)
+        for check in self.core.calls.check:
+            check()

@@ -2,18 +2,15 @@
 
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
-
-import msgspec
 
 from quire.protocol.wire.front_end_messages import (
     Histogram,
     RequestState,
     Statistics,
     StepOutputs,
-    TenantState,
-    TierState,
 )
 from quire.protocol.wire.timeline import TimelineEvent
 from quire.scheduler_proc.core.request_table import RequestTable
@@ -64,14 +61,6 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if isinstance(value, int)}
-
-
-class LoadCounts:
-    """Totals of a tier's loads since start, as in TierState."""
-
-    def __init__(self) -> None:
-        self.num_loaded = self.num_failed = self.num_late = 0
-        self.seconds = 0.0
 
 
 class RecentDecisions:
@@ -126,7 +115,6 @@ def make_statistics(
     query: int,
     done: bool,
     is_paused: bool,
-    tiers: list[TierState],
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
     # All of them, because a series that ends would be a gap in a graph. ADAPTER_TURN is a reason of running requests.
@@ -152,33 +140,25 @@ def make_statistics(
         waiting_by_reason=dict(reasons),
         preemptions_by_reason=dict(decisions.preemptions),
         load_choices=dict(decisions.load_choices),
-        tiers=tiers,
         evictions_by_policy={} if pool.releases is None else dict(pool.releases.num_evicted),
         num_accepted_tokens_per_pos={str(at): n for at, n in enumerate(counters.num_accepted_tokens_per_pos)},
         **counters.as_dict(),
     )
 
 
-def add_requests(
-    statistics: Statistics, table: RequestTable, kv: KVCacheManager, blocks: Counter[int], *, is_paused: bool
-) -> Statistics:
-    """Return ``statistics`` with the tenants, and the oldest requests. O(requests).
-
-    ``blocks``: number of blocks of the running requests of each tenant.
-    """
-    numbers = Counter(request.tenant for request in table.requests.values())
-    running = table.rows + Counter(request.tenant for request in table.leaving.values())
-    return msgspec.structs.replace(
-        statistics,
-        tenants=[
-            TenantState(tenant, running[tenant], number - running[tenant], blocks[tenant])
-            for tenant, number in sorted(numbers.items())
-        ],
-        requests=[_request_state(table, kv, each, is_paused) for each in islice(table.requests.values(), MAX_LISTED)],
-    )
+def list_requests(
+    table: RequestTable, kv: KVCacheManager, describe: Callable[[Request], dict[str, Any]], *, is_paused: bool
+) -> list[RequestState]:
+    """Return the oldest requests. O(requests). ``describe``: the fields of a request that features have."""
+    return [
+        _request_state(table, kv, each, is_paused, describe(each))
+        for each in islice(table.requests.values(), MAX_LISTED)
+    ]
 
 
-def _request_state(table: RequestTable, kv: KVCacheManager, request: Request, is_paused: bool) -> RequestState:
+def _request_state(
+    table: RequestTable, kv: KVCacheManager, request: Request, is_paused: bool, fields: dict[str, Any]
+) -> RequestState:
     handle, reason = request.handle, ""
     if handle in table.running:
         state, reason = "running", "" if request.can_run else str(WaitReason.ADAPTER_TURN)
@@ -189,16 +169,15 @@ def _request_state(table: RequestTable, kv: KVCacheManager, request: Request, is
     else:
         state, reason = "waiting", _queue_reason(table, is_paused)
     return RequestState(
-        request.request_id,
-        request.tenant,
-        state,
-        reason,
-        request.arrival,
-        request.num_prompt_tokens,
-        request.num_output_tokens,
-        kv.num_held_blocks(request),
-        request.num_preemptions,
-        request.adapter_name,
+        request_id=request.request_id,
+        state=state,
+        reason=reason,
+        arrival=request.arrival,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_blocks=kv.num_held_blocks(request),
+        num_preemptions=request.num_preemptions,
+        **fields,
     )
 
 

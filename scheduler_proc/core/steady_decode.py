@@ -18,6 +18,8 @@ from quire.scheduler_proc.requests.step_clock import StepClock
 SteadyBatch = dict[int, Request]
 """Requests in steady decode, by handle. A batch that a step in flight refers to is never modified."""
 
+NEVER = 1 << 62
+"""A step number that is never reached."""
 _by_order = attrgetter("order")
 
 

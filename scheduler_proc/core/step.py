@@ -1,15 +1,11 @@
 """Step plan: the decisions of one step while it is planned, and the diff built from them."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
-from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import WaitReason
@@ -46,7 +42,7 @@ class StepRow:
         is_prefill: the positions count towards the prefill budget.
         samples: the result contains a token for it. Set when the step is sent.
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
-        forked_from: handle of the request whose blocks it shares since this step, or -1.
+        shares_with: handle of the request whose blocks it shares since this step, or -1.
         first: its first position, if it is of a pooled request. Set when the step is sent.
         pools: its pooled request ends with the result. Set when the step is sent.
         side_bytes: bytes of its vectors or routed experts in the result. Set when it is added to a plan.
@@ -59,7 +55,7 @@ class StepRow:
     is_prefill: bool = False
     samples: bool = False
     parent: Request | None = None
-    forked_from: int = -1
+    shares_with: int = -1
     first: int = 0
     pools: bool = False
     side_bytes: int = 0
@@ -80,6 +76,8 @@ class StepPlan:
         side_budget: bytes left in the result for vectors and routed experts. The few of decoding requests do not count.
         grown: requests in steady decode that got the blocks in ``new_blocks``.
         last: requests in steady decode whose last token is sampled in this step.
+        alone: the only request that may be in the step, or None; others_wait: then the reason of all others.
+        keep_free: blocks that admission leaves free, as of when it began. Requests admitted since do not raise it.
     """
 
     def __init__(self, step: int, config: EngineConfig, kv: KVCacheManager) -> None:
@@ -95,6 +93,9 @@ class StepPlan:
         self.grown: list[Request] = []
         self.new_blocks = NewBlocks([], [], [])
         self.last: list[Request] = []
+        self.alone: Request | None = None
+        self.others_wait = WaitReason.QUEUED
+        self.keep_free = 0
 
     def bound_prefill(self, num_steady: int) -> None:
         """Set the prefill budget: a part of the step while requests decode, whose next tokens wait for the step."""
@@ -167,107 +168,5 @@ def _num_reported(request: Request, num_computed: int) -> int:
     return 0 if request.on_worker or request.pooling is not None else num_computed
 
 
-def build_diff(
-    plan: StepPlan,
-    unsteady: Iterable[Request],
-    removed: list[int],
-    chosen: list[tuple[int, int]],
-    kv: KVCacheManager,
-) -> SchedulerOutput:
-    """Return the diff between the workers' state and ``plan``, and update the requests' worker state.
-
-    ``unsteady``: all running requests outside of steady decode; those without a row are parked.
-    """
-    handles, block_ids, groups = plan.new_blocks
-    if not plan.rows and not removed and not chosen:  # all requests are in steady decode or already parked
-        return SchedulerOutput(
-            step=plan.step,
-            parked=_park_the_rest(plan, unsteady),
-            appended_handles=np.array(handles, np.int32) if handles else None,
-            appended_block_ids=np.array(block_ids, np.int32) if handles else None,
-            appended_groups=np.array(groups, np.int32) if any(groups) else None,
-            block_copies=kv.forks.take(),
-        )
-    new: list[NewRequestData] = []
-    tokens: list[Int32] = []
-    new_ids: list[Int32] = []
-    contents = _NewContents(kv)
-    unparked: list[int] = []
-    for handle, row in plan.rows.items():
-        request = row.request
-        if not request.on_worker:
-            known, held = contents.of(row)
-            new.append(_new_request_data(request, [len(ids) for ids in held]))
-            tokens.append(known)
-            new_ids += held
-            request.on_worker, request.parked = True, False
-            continue
-        for group, blocks in enumerate(row.new_blocks or ()):
-            if blocks:
-                handles += [handle] * len(blocks)
-                block_ids += [block.block_id for block in blocks]
-                groups += [group] * len(blocks)
-        if request.parked:
-            request.parked = False
-            unparked.append(handle)
-    return SchedulerOutput(
-        step=plan.step,
-        removed=removed,
-        parked=_park_the_rest(plan, unsteady),
-        new_requests=new,
-        token_ids=np.concatenate(tokens) if tokens else None,
-        block_ids=np.concatenate(new_ids) if new_ids else None,
-        unparked=unparked,
-        appended_handles=np.array(handles, np.int32) if handles else None,
-        appended_block_ids=np.array(block_ids, np.int32) if handles else None,
-        appended_groups=np.array(groups, np.int32) if any(groups) else None,
-        counts=[(handle, row.num_tokens) for handle, row in plan.rows.items() if row.num_tokens > 1],
-        block_copies=kv.forks.take(),
-        forks=[(handle, row.parent.handle) for handle, row in plan.rows.items() if row.parent is not None],
-        chosen=chosen,
-        drafts=[(handle, row.num_drafts) for handle, row in plan.rows.items() if row.num_drafts],
-    )
-
-
-class _NewContents:
-    """Tokens and block ids of requests that are new to the workers. Those that children share are read once."""
-
-    def __init__(self, kv: KVCacheManager) -> None:
-        self._kv = kv
-        self._first: dict[tuple[int, int], tuple[Int32, list[Int32]]] = {}
-        """Those of the first child of each parent, by handle of the parent and number of shared tokens."""
-
-    def of(self, row: StepRow) -> tuple[Int32, list[Int32]]:
-        request, num_shared = row.request, row.request.num_computed_tokens
-        first = None if row.forked_from < 0 or request.diverges else self._first.get((row.forked_from, num_shared))
-        if first is not None:
-            return first[0], self._kv.block_ids(request, first[1], num_shared)
-        found = request.tokens.array(), self._kv.block_ids(request)
-        if row.forked_from >= 0 and not request.diverges:
-            self._first[row.forked_from, num_shared] = found
-        return found
-
-
-def _new_request_data(request: Request, num_blocks: list[int]) -> NewRequestData:
-    return NewRequestData(
-        handle=request.handle,
-        request_id=request.request_id,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_tokens=request.num_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        num_blocks=num_blocks,
-        sampling=request.sampling,
-        seed=request.seed,
-        adapter=0 if request.adapter is None else request.adapter.number,
-        pooling=request.pooling,
-    )
-
-
-def _park_the_rest(plan: StepPlan, unsteady: Iterable[Request]) -> list[int]:
-    """Park the requests without a row, which the workers would otherwise decode. Returns their handles, sorted."""
-    parked: list[int] = []
-    for request in unsteady:
-        if request.handle not in plan.rows and request.on_worker and not request.parked:
-            request.parked = True
-            parked.append(request.handle)
-    return sorted(parked) if parked else parked
+Contents = tuple[Int32, list[Int32]]
+"""The tokens of a new request, and its block ids by KV group."""

@@ -268,7 +268,7 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
-    def free(self, request: CacheRequest, *, pin: int = 0) -> None:
+    def free(self, request: CacheRequest, pin: int = 0) -> None:
         """Free all blocks of a request.
 
         Args:

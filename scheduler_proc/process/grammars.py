@@ -8,10 +8,10 @@ from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed
 from quire.scheduler_proc.core.in_flight import InFlightStep
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.structured.drafts import has_drafts
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.scheduler_proc.trace.journal import Journal

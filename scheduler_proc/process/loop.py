@@ -22,7 +22,6 @@ from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Configure, Fault, ModelRunnerOutput, Proposed, Ready, Shutdown
 from quire.protocol.wire.zmq_channel import PeerMessage
-from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.process.front_ends import FrontEnds
 from quire.scheduler_proc.process.garbage_collection import Collector
 from quire.scheduler_proc.process.grammars import Grammars
@@ -34,6 +33,7 @@ from quire.scheduler_proc.process.ticks import Ticks
 from quire.scheduler_proc.process.tier_transfers import TierTransfers
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
+from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge, WorkerFault
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 

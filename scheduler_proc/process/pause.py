@@ -6,9 +6,9 @@ from typing import Any
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import PAUSE_MODES, Control
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.front_ends import FrontEnds
 from quire.scheduler_proc.requests.events import Consumed
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.journal import Journal
 
 log = event_logger("scheduler")

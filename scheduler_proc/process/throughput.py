@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.front_end_messages import Statistics
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 
 log = event_logger("scheduler")
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from quire.protocol.wire.codec import Codec
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Clock, Consumed
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.journal import Journal
 
 TICK_S = 0.05

@@ -15,10 +15,10 @@ from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.transport import PageFiles, Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.events import Consumed, HostMemory, LoadLate
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.journal import Journal
 
 log = event_logger("scheduler")

@@ -9,7 +9,7 @@ R = TypeVar("R")
 
 
 class AdapterState(Generic[R]):
-    """One adapter. Only ``scheduler_proc/adapters`` and the RequestTable, which counts its requests, change it.
+    """One adapter. Only ``scheduler_proc/features/adapters`` changes it.
 
     Attributes:
         number: identifies it in messages to the workers.

@@ -7,7 +7,7 @@ R = TypeVar("R")
 
 
 class ProgramState(Generic[R]):
-    """One program: the turns of an agent or of a conversation. Only ``scheduler_proc/programs`` changes it.
+    """One program: the turns of an agent or of a conversation. Only ``scheduler_proc/features/programs`` changes it.
 
     Times are seconds of the events ``Clock``.
 

@@ -11,7 +11,6 @@ from quire.scheduler_proc.costs.choice import LoadChoice
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.requests.adapter_state import AdapterState
-from quire.scheduler_proc.requests.draft_state import DraftState
 from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
@@ -71,7 +70,6 @@ class Request:
         ignore_results_until: results of steps up to this one no longer apply to this request.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded by a split; or -1.
         num_drafts_in_flight: drafts that the steps in flight may have; each is a placeholder that may get no token.
-        draft_state: state of the draft policy for this request.
         repetition: detector that checks each output token, or None.
         on_worker, parked: state of the request on the workers, as of the last step sent.
         program: the agent or conversation of which it is a turn, or None.
@@ -104,7 +102,6 @@ class Request:
         "choice",
         "client",
         "diverges",
-        "draft_state",
         "event_step",
         "handle",
         "ignore_results_until",
@@ -193,7 +190,6 @@ class Request:
         self.ignore_results_until = -1
         self.num_preemptions = 0
         self.num_drafts_in_flight = 0
-        self.draft_state = DraftState()
         self.repetition: RepetitionWatch | None = None
         self.wait_reason = WaitReason.QUEUED
         self.skip_reading_prefix_cache = False

@@ -191,6 +191,9 @@ class RequestQueue:
             request.turn = self._served[request.tenant]
         self.remove_request(request)
 
+    def charge_for(self, request: Request, num_tokens: int) -> None:
+        self.charge(request.tenant, num_tokens)
+
     def charge(self, tenant: int, num_tokens: int) -> None:
         """Add ``num_tokens`` to the service count of ``tenant``."""
         self.service[tenant] = self.service.get(tenant, 0) + num_tokens

@@ -14,10 +14,10 @@ import msgspec
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.channel import Frames
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.snapshot import take
 
 

@@ -12,10 +12,10 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.dump import Dump, write_dump
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader

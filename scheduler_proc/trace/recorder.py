@@ -6,9 +6,9 @@ from typing import Any
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.lines import Line

@@ -23,11 +23,12 @@ import numpy as np
 from quire.protocol.block_hash import BlockHasher
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
-from quire.scheduler_proc.beams.search import BeamSearch
-from quire.scheduler_proc.core.arrivals import Arrivals
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Calls
 from quire.scheduler_proc.core.outputs import OutputCollector
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.core.scheduler import BareScheduler
 from quire.scheduler_proc.core.statistics import RecentDecisions
+from quire.scheduler_proc.features.beams.search import BeamSearch
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
 from quire.scheduler_proc.kv.block_metrics import BlockMetrics
@@ -35,6 +36,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 from quire.scheduler_proc.requests.stop_table import StopTable
+from quire.scheduler_proc.scheduler import Scheduler
 
 Value: TypeAlias = bool | int | float | str | list[int] | None
 """A scalar; a list with the number of an object; or an empty list for what is left out."""
@@ -47,12 +49,12 @@ CONTAINERS["queue"] = FreeKVCacheBlockQueue
 _NAMES = {kind: name for name, kind in CONTAINERS.items()}
 _NOT_STATE = (
     *(FunctionType, MethodType, BuiltinMethodType, partial, type, EngineConfig, KVLayout, BlockHasher, StopTable),
-    *(OutputCollector, RecentDecisions, BlockMetrics, BlockHashToBlockMap, KVEventRecorder),
+    *(Calls, OutputCollector, RecentDecisions, BlockMetrics, BlockHashToBlockMap, KVEventRecorder),
 )
 _WITH_TOKENS = (BeamSearch, RepetitionWatch)
 """Not in a trace, whose recorded endings decide instead."""
-_LEFT_OUT = {BlockPool: "blocks", Arrivals: "replies"}
-"""Fields that ``PoolState`` has, or that affect no decision."""
+_LEFT_OUT = {BlockPool: "blocks", Core: "replies", BareScheduler: "features"}
+"""Fields that ``PoolState`` has, that affect no decision, or whose parts have names beside them."""
 
 
 class _Absent:

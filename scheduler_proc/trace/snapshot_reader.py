@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.tokens import TokenStore
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.snapshot import (
     ABSENT,
     CONTAINERS,
@@ -46,13 +46,28 @@ _WITHOUT_PLACES = (dict, Counter, OrderedDict, set, frozenset, deque, FreeKVCach
 _PACKAGES = (
     *(f"quire.protocol.{name}." for name in ("request", "wire", "model")),
     *(f"quire.scheduler_proc.{name}" for name in ("core.", "features.", "requests.", "kv.", "costs.", "scheduler")),
-    *(f"quire.scheduler_proc.{name}." for name in ("adapters", "programs", "beams")),
 )
 """Those with the classes of the state: they have no side effects."""
-_RENAMED = {"choice.Choice": "choice.LoadChoice"}
-"""Classes in snapshots of an earlier Quire, with their names of today."""
-_MOVED = {"in_flight.StepsInFlight._vocab_size": "", "in_flight.StepsInFlight._pooling": ""}
-"""Fields in snapshots of an earlier Quire, with their place in today's Scheduler; empty for those that are no state."""
+_RENAMED = {
+    "choice.Choice": "choice.LoadChoice",
+    "statistics.LoadCounts": "transfers.LoadCounts",
+    "step.StepRow.forked_from": "shares_with",
+    "tenants.TenantShares": "tenants.Tenants",
+}
+"""Classes and fields in snapshots of an earlier Quire, with their names of today."""
+_MOVED = {
+    "scheduler.Scheduler._drafting": "drafts._policy",
+    "request_table.RequestTable.rows": "tenants.rows",
+    "results.Results.num_pooled": "core.num_without_tokens",
+    "request.Request.draft_state": "drafts._states",
+}
+"""Fields in snapshots of an earlier Quire, with their place in today's Scheduler; those of requests are in a dict by
+handle."""
+_SHARED = {
+    *("_adapters", "_beams", "_cache", "_decisions", "_drafting", "_forks", "_kv", "_programs", "_results", "_stats"),
+    *("_suspects", "_tenants", "_transfers", "kv", "tenants", "_vocab_size", "_pooling"),
+}
+"""Fields with which objects of an earlier Quire referred to settings, or to objects that have places of their own."""
 
 
 def continue_tokens(store: Any, num_tokens: int, hashes: list[bytes]) -> TokenStore:
@@ -211,11 +226,11 @@ class _Reader:
         made = self._made[number]
         if number in self._own and not hasattr(made, field):
             name = f"{state_name(type(made))}.{field}"
+            if field in _SHARED and name not in _MOVED:
+                return
             if name not in _MOVED:
                 raise ValueError(f"invalid keyframe: {name[:100]!r} is not a part of a scheduler's state")
-            if not (place := _MOVED[name]):
-                return
-            owner, _, field = place.rpartition(".")
+            owner, _, field = _MOVED[name].rpartition(".")
             made = attrgetter(owner)(self._scheduler)
         object.__setattr__(made, field, value)
 
@@ -223,9 +238,15 @@ class _Reader:
         row, made = self._rows[number - self._first], self._made[number]
         values = list(map(self._value, _cells(row)))
         if row.table.fields:
-            for field, value in zip(row.table.fields, values, strict=True):
-                if value is not ABSENT:
-                    self._set(number, field, value)
+            kind = state_name(type(made))
+            fields = [_RENAMED.get(f"{kind}.{field}", field) for field in row.table.fields]
+            parts = {field: value for field, value in zip(fields, values, strict=True) if value is not ABSENT}
+            if isinstance(made, Request):
+                of_features = {name: parts.pop(name) for name in parts.keys() - dir(Request)}
+                for name, value in of_features.items():
+                    attrgetter(_MOVED[f"request.Request.{name}"])(self._scheduler)[parts["handle"]] = value
+            for name, value in parts.items():
+                self._set(number, name, value)
             if isinstance(made, Request):
                 self._scheduler.arrivals.follow(made)
         elif isinstance(made, dict):

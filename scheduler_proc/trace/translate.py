@@ -15,10 +15,10 @@ from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.kv.tiers import Tier
 from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import Hit
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import (

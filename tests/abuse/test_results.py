@@ -17,7 +17,7 @@ from side_parts import with_rows
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS, SideKind, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core.scheduler import WorkerFault
+from quire.scheduler_proc.scheduler import WorkerFault
 
 PROMPTS = {"a": list(range(3, 12)), "b": [7, 8, 9], "c": [1, 2, 3, 4, 5], "d": [4, 4]}
 NUM_TOKENS = 9

@@ -17,7 +17,7 @@ from quire.replay.costs.fitted import FittedCost, TimedStep, fit, fit_steps
 from quire.replay.costs.nonnegative import nonnegative_least_squares
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.simulated_runner import SimulatedRunner
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.lines import End, Line, Lost, WorkerEpoch, encode_line

@@ -25,7 +25,7 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.simulated_runner import SimulatedRunner
 from quire.replay.simulate.simulator import Simulator
 from quire.replay.workload.sources import OpenLoop
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 
 POOLING = PoolingConfig(tasks=["embed", "token_embed", "classify"], size=6, labels=["a", "b"])
 MOE = MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=8, layers=[0, 1], renormalise=True)

@@ -37,7 +37,7 @@ from quire.replay.costs.cost import ConstantCost
 from quire.replay.run.step_shape import StepShape
 from quire.replay.simulate.simulated_runner import SimulatedRunner
 from quire.replay.simulate.worker_process import MAX_BLOCKS, SimulatedWorker, plan_pool
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 
 CONFIG = make_config(eos=[7, 8], num_blocks_override=32)
 WORDS = -(-CONFIG.model.vocab_size // 32)

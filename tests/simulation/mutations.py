@@ -15,8 +15,10 @@ from quire.frontend.engine import session, streams
 from quire.launch.supervision import supervision_policy
 from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec
-from quire.scheduler_proc.adapters import slots, turns
-from quire.scheduler_proc.core import planner, request_table, results, scheduler, step, suspects
+from quire.scheduler_proc import scheduler
+from quire.scheduler_proc.core import in_flight, planner, request_table, results, step
+from quire.scheduler_proc.features import suspects
+from quire.scheduler_proc.features.adapters import slots, turns
 from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
@@ -113,7 +115,7 @@ def _bad_results_pass() -> Iterator[None]:
     with (
         mock.patch("quire.scheduler_proc.core.in_flight.StepsInFlight.check_handles", _nothing),
         mock.patch("quire.scheduler_proc.core.in_flight.check_counts", _nothing),
-        mock.patch.object(scheduler.StepsInFlight, "expected_step", lambda self, step: self.records[0]),
+        mock.patch.object(in_flight.StepsInFlight, "expected_step", lambda self, step: self.records[0]),
     ):
         yield
 
@@ -321,7 +323,7 @@ MUTATIONS = (
     Mutation(
         "no request is suspected",
         "F4",
-        lambda: mock.patch.object(suspects.Suspects, "record_death", _nothing),
+        lambda: mock.patch.object(suspects.Suspects, "before_epoch", _nothing),
         seed=116,
     ),
     Mutation(

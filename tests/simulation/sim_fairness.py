@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.scheduler import Scheduler
 
 MOST_OVERTAKEN = 100
 """Maximum number of steps that a request waits while requests of its tenant behind it in scheduling order run. Those

@@ -18,12 +18,12 @@ from quire.protocol.wire.front_end_messages import FrontEndToScheduler
 from quire.protocol.wire.transfer_messages import HostPages
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.protocol.wire.zmq_channel import PeerMessage
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.loop import SchedulerLoop
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import RequestStatus
+from quire.scheduler_proc.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from sim_world import World

@@ -12,7 +12,7 @@ from tier_load import TierLoad
 from tiers import thinned
 
 from quire.kernels.cpu.pages.page_moves import PageMoves
-from quire.scheduler_proc.core.transfers import Transfers
+from quire.scheduler_proc.features.transfers import Transfers
 from quire.scheduler_proc.kv.block_pool import BlockPool
 
 

@@ -34,7 +34,7 @@ from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, Control, StepOutputs
 from quire.protocol.wire.link_messages import Heartbeat, Hello
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
-from quire.scheduler_proc.core.scheduler import WorkerFault
+from quire.scheduler_proc.scheduler import WorkerFault
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.startup.setup import make_runner
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.scheduler_proc.beams.search import BeamSearch, Choice
+from quire.scheduler_proc.features.beams.search import BeamSearch, Choice
 
 STOP = 9
 

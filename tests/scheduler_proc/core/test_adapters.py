@@ -10,7 +10,7 @@ from tiers import thinned
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE
+from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE
 from quire.scheduler_proc.requests.reasons import WaitReason
 
 A, B, C, D = (adapter_ref(name) for name in "ABCD")

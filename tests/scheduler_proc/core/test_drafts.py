@@ -9,7 +9,7 @@ from scheduler_driver import Driver, change, end_of, expected_tokens
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.scheduler import WorkerFault
+from quire.scheduler_proc.scheduler import WorkerFault
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True])
 PROMPT = [3, 1, 4, 1, 5]

@@ -13,7 +13,7 @@ from scheduler_load import Load, random_settings
 from tiers import thinned
 from waiting_request import waiting_request
 
-from quire.scheduler_proc.core.tenants import equal_parts
+from quire.scheduler_proc.features.tenants import equal_parts
 from quire.scheduler_proc.kv.fair_pool import CHUNK
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import Request
@@ -211,7 +211,7 @@ def test_long_requests_give_up_rows_for_another_tenant(policy: str, asynchronous
     for i in range(5):
         driver.add(f"other{i}", [50 + i] * 3, max_tokens=20, ignore_eos=True, tenant=2)
     driver.step(12)
-    assert driver.scheduler.table.rows == {1: 3, 2: 3}
+    assert driver.scheduler.tenants.rows == {1: 3, 2: 3}
     driver.step(50)
     assert all(driver.answers[f"other{i}"].ended for i in range(5))
     assert driver.scheduler.statistics().preemptions_by_reason["over_share"] <= 5

@@ -33,7 +33,7 @@ from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
 from quire.protocol.wire.side_rows import MAX_SIDE_BYTES, POOLED, ROUTED_EXPERTS, SideRows, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.recorded.exact import replay_lines
-from quire.scheduler_proc.core.scheduler import Scheduler
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import Arrival, decode_line, encode_line
 
 LONG = list(range(100, 120))
@@ -508,7 +508,7 @@ def test_random_events(seed: int) -> None:
     assert replay(first.header, list(first.log)) is None
     statistics = first.scheduler.statistics()
     TOTALS.update(
-        pooled=first.scheduler.results.num_pooled,
+        pooled=first.scheduler.core.num_without_tokens,
         preemptions=statistics.num_preemptions,
         kills=load.num_kills,
         damaged=load.num_damaged,

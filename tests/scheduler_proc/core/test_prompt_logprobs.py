@@ -12,7 +12,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
 from quire.protocol.wire.side_rows import PROMPT_LOGPROBS, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core.scheduler import WorkerFault
+from quire.scheduler_proc.scheduler import WorkerFault
 
 LONG = list(range(100, 120))
 

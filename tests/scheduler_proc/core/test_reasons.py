@@ -13,8 +13,8 @@ from quire.protocol.wire.front_end_messages import Control, EndReason, Statistic
 from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.policies import QUIRE, Policies
-from quire.scheduler_proc.core.scheduler import WorkerFault
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, RESERVED_REASONS, PreemptReason, WaitReason
+from quire.scheduler_proc.scheduler import WorkerFault
 
 
 def waits(driver: Driver, request_id: str) -> list[str]:

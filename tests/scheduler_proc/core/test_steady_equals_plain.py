@@ -32,8 +32,8 @@ TOTALS = dict.fromkeys(COUNTED, 0)
 @pytest.fixture(autouse=True)
 def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the probe intervals, because outputs are short here."""
-    monkeypatch.setattr("quire.scheduler_proc.requests.draft_state.PROBE_INTERVAL", 6)
-    monkeypatch.setattr("quire.scheduler_proc.requests.drafting.MAX_PROBE_INTERVAL", 12)
+    monkeypatch.setattr("quire.scheduler_proc.features.drafts.draft_state.PROBE_INTERVAL", 6)
+    monkeypatch.setattr("quire.scheduler_proc.features.drafts.drafting.MAX_PROBE_INTERVAL", 12)
 
 
 def plain_driver(**settings: Any) -> Driver:

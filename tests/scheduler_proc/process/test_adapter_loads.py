@@ -9,10 +9,10 @@ from scheduler_driver import make_config, make_layout, make_request
 
 from quire.protocol.config import FIRST_WORKER_EPOCH
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.process.tier_transfers import SLOW_LOAD_S, TierTransfers
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.journal import Journal
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_driver import Driver
 
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.programs.match import COMPACTED_TOKENS, MAX_OWNERS, NEAR_TOKENS, Matcher
+from quire.scheduler_proc.features.programs.match import COMPACTED_TOKENS, MAX_OWNERS, NEAR_TOKENS, Matcher
 from quire.scheduler_proc.requests.request import Program
 
 BLOCK = 4

@@ -7,7 +7,13 @@ import pytest
 from scheduler_driver import Driver
 
 from quire.protocol.wire.front_end_messages import EndReason, ProgramCounts
-from quire.scheduler_proc.programs.limit import FIRST_PATIENCE_S, MAX_IDLE_S, PATIENCE_S, PATIENCE_WAITS, WAIT_SHARE
+from quire.scheduler_proc.features.programs.limit import (
+    FIRST_PATIENCE_S,
+    MAX_IDLE_S,
+    PATIENCE_S,
+    PATIENCE_WAITS,
+    WAIT_SHARE,
+)
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.requests.reasons import WaitReason
 
@@ -273,7 +279,7 @@ def test_a_flood_of_new_programs_does_not_stop_an_old_one() -> None:
 
 
 def test_the_least_recently_seen_program_without_a_request_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.scheduler_proc.programs.programs.MAX_PROGRAMS", 2)
+    monkeypatch.setattr("quire.scheduler_proc.features.programs.programs.MAX_PROGRAMS", 2)
     agents = Agents()
     running = agents.turn("first", run=False, max_tokens=4)
     agents.step()

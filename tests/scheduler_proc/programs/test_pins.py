@@ -10,11 +10,11 @@ from scheduler_driver import Driver, make_config, make_layout
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import CallsTool, Statistics
 from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.scheduler_proc.core.scheduler import Scheduler
-from quire.scheduler_proc.programs.demand import LEAST, Demand
-from quire.scheduler_proc.programs.pins import Pins
-from quire.scheduler_proc.programs.tools import MIN_PAUSES, ToolPauses
+from quire.scheduler_proc.features.programs.demand import LEAST, Demand
+from quire.scheduler_proc.features.programs.pins import Pins
+from quire.scheduler_proc.features.programs.tools import MIN_PAUSES, ToolPauses
 from quire.scheduler_proc.requests.events import Clock
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.lines import StepDecision, StepSnapshot
 
 CONTINUUM = {"scheduling_policy": "continuum", "max_num_batched_tokens": 64}

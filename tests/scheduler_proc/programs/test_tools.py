@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.scheduler_proc.programs.tools import (
+from quire.scheduler_proc.features.programs.tools import (
     DEFAULT_S,
     EDGES,
     MAX_PAUSES,

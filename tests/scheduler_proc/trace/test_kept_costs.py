@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from scheduler_driver import make_config, make_layout
 
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.costs.costs import CostState, Prefill
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import TraceHeader
 from quire.scheduler_proc.trace.journal import Journal
 

@@ -9,8 +9,8 @@ from scheduler_driver import Driver, expected_tokens, make_config, make_layout, 
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Fail, Refuse
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.lines import (
     Arrival,

@@ -7,8 +7,8 @@ import msgspec
 
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.worker_messages import SchedulerOutput
-from quire.scheduler_proc.core.scheduler import Scheduler
 from quire.scheduler_proc.requests.events import Consumed
+from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
 from quire.scheduler_proc.trace.snapshot import decode_snapshot, take
 from quire.scheduler_proc.trace.snapshot_reader import continue_from

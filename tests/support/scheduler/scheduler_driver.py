@@ -45,11 +45,11 @@ from quire.replay.core.policies import QUIRE, Policies
 from quire.replay.core.scheduler import ReplayScheduler
 from quire.replay.recorded.difference import Difference
 from quire.replay.recorded.exact import replay_lines
-from quire.scheduler_proc.core.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.process.worker_group import common_contents
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.scheduler import Scheduler, WorkerFault
 from quire.scheduler_proc.trace.event_log import EventLog, TraceHeader
 from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
 

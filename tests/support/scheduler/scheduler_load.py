@@ -25,7 +25,7 @@ from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import CallsTool, EndReason, StepOutputs
 from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.beams.search import BeamSearch
+from quire.scheduler_proc.features.beams.search import BeamSearch
 from quire.scheduler_proc.requests.events import Clock
 
 EOS = list(range(0, VOCAB_SIZE, 40))

@@ -27,8 +27,8 @@ from quire.protocol.wire.front_end_messages import (
 )
 from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
-from quire.scheduler_proc.core.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.requests.events import Hold
+from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.startup.setup import make_runner
 

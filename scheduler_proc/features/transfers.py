@@ -1,22 +1,25 @@
 """Copies of blocks between the device and the tiers behind it: loads for waiting requests, and saves."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.protocol.config import EngineConfig
-from quire.protocol.wire.front_end_messages import TierState
+import msgspec
+
+from quire.protocol.wire.front_end_messages import Statistics, TierState
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveBlocks, MoveKind
-from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, LoadCounts, RecentDecisions
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Feature, Handler
+from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.costs.choice import LoadChoice, Prefix, WorkAhead, choose
-from quire.scheduler_proc.costs.costs import FULL_PAGES, Costs
+from quire.scheduler_proc.costs.costs import FULL_PAGES, Costs, Prefill
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.found import FoundContents, find_contents
-from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.saves import Numbers, Saves, move_blocks
 from quire.scheduler_proc.kv.tiers import Tier
-from quire.scheduler_proc.requests.events import HostMemory
-from quire.scheduler_proc.requests.reasons import Decision, WaitReason
+from quire.scheduler_proc.requests.events import HostMemory, LoadLate
+from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 BEYOND_ALL = 2**40
@@ -49,7 +52,15 @@ class Load:
     is_void: bool = False
 
 
-class Transfers:
+class LoadCounts:
+    """Totals of a tier's loads since start, as in TierState."""
+
+    def __init__(self) -> None:
+        self.num_loaded = self.num_failed = self.num_late = 0
+        self.seconds = 0.0
+
+
+class Transfers(Feature):
     """Decides transfers and follows them. Without a tier behind the device it does nothing.
 
     *Saves* copy what is about to be evicted to the next tier. *Loads* copy the pages that continue the cached prefix of
@@ -62,20 +73,12 @@ class Transfers:
     answered. Each transfer ends by its answer or with its workers, also if its request ends first.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        table: RequestTable,
-        kv: KVCacheManager,
-        decisions: RecentDecisions,
-        stats: Counters,
-        costs: Costs,
-    ) -> None:
-        self._table = table
-        self._kv = kv
-        self._clock = table.steady_decode.clock
-        self._decisions = decisions
-        self._stats = stats
+    name = "transfers"
+
+    def __init__(self, core: Core, costs: Costs) -> None:
+        config, kv = core.config, core.kv
+        self._core, self._table, self._kv, self._clock = core, core.table, kv, core.clock
+        self._decisions = core.decisions
         self._numbers = Numbers(0 if kv.disk is None else kv.disk.forgotten)
         self._saves = Saves(config, kv, self._numbers)
         self._open: dict[int, Load] = {}
@@ -84,6 +87,9 @@ class Transfers:
         self._late: set[int] = set()
         """Handles of requests whose load was late: they compute what the device does not have."""
         self.costs = costs
+        self._learns = bool(kv.tiers) or config.scheduling_policy == "continuum"  # whose pins use the costs too
+        self._choice: tuple[int, LoadChoice] | None = None
+        """Handle of the request that is being admitted, and what was chosen for it, unless it is held."""
         self._can_split = kv.can_split and config.enable_chunked_prefill
         self._num_late_open = 0
         """Loads that are late and not answered. Meanwhile no load begins, because it may take as long."""
@@ -93,7 +99,19 @@ class Transfers:
         """None begin up to this step, because a request lacked the blocks of stores in flight."""
 
     def __len__(self) -> int:
+        """Number of transfers that are not answered, or hold blocks."""
         return len(self._open) + len(self._saves)
+
+    def is_busy(self) -> bool:
+        return len(self) > 0
+
+    def consumes(self) -> Mapping[type, Handler]:
+        return {
+            BlocksMoved: self.moved,
+            DiskContents: self._open_tier,
+            HostMemory: self._open_tier,
+            LoadLate: self._release_late,
+        }
 
     @property
     def is_settled(self) -> bool:
@@ -111,13 +129,22 @@ class Transfers:
 
     # ---- loads
 
-    def choose(self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int) -> LoadChoice | None:
+    def hits(
+        self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int
+    ) -> WaitReason | int | None:
         """Decide whether a waiting request loads what continues its hits. If it does, the load begins and it is held.
 
-        ``step_tokens``: most tokens of prefills in a step. Returns None if no page continues the hits, or the free
-        blocks do not suffice for all known tokens of the request.
+        Returns where the load begins if the request is to compute up to there meanwhile.
         """
-        if self.join(request):
+        choice = self._choose(request, hits, num_hit_tokens, step_tokens)
+        self._choice = None if choice is None else (request.handle, choice)
+        if choice is None:
+            return None
+        return WaitReason.LOADING if choice.kind == "load" else choice.front
+
+    def _choose(self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int) -> LoadChoice | None:
+        """Return None if no page continues the hits, or the free blocks do not suffice for all known tokens."""
+        if self._join(request):
             return LoadChoice("load")
         kv = self._kv
         if not kv.tiers or self._num_late_open or request.handle in self._late:
@@ -129,7 +156,7 @@ class Transfers:
         pages = found.by_tier()
         block_size = kv.block_size if self._can_split else 0
         prefix = Prefix(num_hit_tokens, found.num_tokens, request.num_tokens, pages, block_size)
-        prefills, num_others = self._table.prefills()
+        prefills, num_others = self._prefills()
         load_seconds = sum(load.choice.pages_seconds for load in self._open.values())
         choice = choose(self.costs, prefix, WorkAhead(prefills, step_tokens, num_others, load_seconds))
         request.choice = choice._replace(found=prefix)
@@ -140,8 +167,31 @@ class Transfers:
             self._note("wait", request, WaitReason.LOADING, len(found.pages), detail)
         return choice
 
-    def admitted(self, request: Request, choice: LoadChoice | None) -> None:
-        """Count a choice other than to load, after the request was admitted; if it was to split, begin the load."""
+    def _prefills(self) -> tuple[Prefill, int]:
+        """Return what running requests have to prefill, and the number of the other ones. O(unsteady)."""
+        found = [request for request in self._table.unsteady.values() if request.num_tokens_to_compute > 1]
+        parts = (Prefill.between(r.num_computed_tokens, r.split_at or r.num_tokens) for r in found)
+        return sum(parts, Prefill()), len(self._table.running) - len(found)
+
+    def version(self, request: Request) -> object:
+        """What the tiers hold counts, and whether loads may begin. What a load takes is learned in each step and does
+        not count: requests that wait for blocks would be looked at in each step."""
+        changes = [tier.pages.num_changes for tier in self._kv.tiers]
+        return (*changes, self._num_late_open, request.handle in self._late) if changes else ()
+
+    def admitted(self, request: Request, num_hit_tokens: int, *, is_first: bool) -> None:
+        """Count a choice other than to load; if it was to split, begin the load.
+
+        Before hashes of the request are published: it looks for what the device lacks.
+        """
+        if not is_first and request.split_at and num_hit_tokens > request.split_at:
+            loaded = num_hit_tokens - request.split_at  # while it computed the tokens before
+            request.num_cached_tokens += loaded
+            self._core.stats.prefix_cache_hit_tokens += loaded
+            self._table.waiting.charge_for(request, -loaded)
+        request.split_at = 0
+        chosen, self._choice = self._choice, None
+        choice = chosen[1] if chosen is not None and chosen[0] == request.handle else None
         if choice is not None and choice.kind == "split":
             found = find_contents(self._kv, request, choice.front // self._kv.block_size)
             if found.fits(self._kv):
@@ -157,7 +207,7 @@ class Transfers:
             self._load(found, LoadChoice("load"), request.tenant)
         self._note("choose", request, "compute", 0, str(choice))
 
-    def join(self, request: Request) -> bool:
+    def _join(self, request: Request) -> bool:
         """Hold a waiting request for its load, if that began while it ran. Returns whether it is held."""
         if request.handle not in self._loading:
             return False
@@ -190,7 +240,7 @@ class Transfers:
         self._decisions.note(Decision(step, kind, request.request_id, reason, "", num_blocks, 0, detail))
 
     def stop_waiting(self, request: Request) -> None:
-        """Let a request continue without its load, if it has one. What is loaded will be cached."""
+        """What is loaded for the request will be cached."""
         if request.handle in self._loading:
             request.split_at, request.choice = 0, None
             self._end_wait(request)
@@ -200,17 +250,16 @@ class Transfers:
         if request.wait_reason is WaitReason.LOADING:
             self._table.release(request)
 
-    def forget(self, request: Request) -> None:
-        """Keep nothing for a request that ends."""
+    def ending(self, request: Request) -> None:
         self.stop_waiting(request)
         self._late.discard(request.handle)
         self._kv.holds.end_kept(request.handle)
 
-    def release_late(self, number: int) -> None:
+    def _release_late(self, event: LoadLate, client: int) -> None:
         """Let the request of a load compute what has not arrived in time. What arrives later is cached."""
-        load = self._open.get(number)
+        load = self._open.get(event.transfer)
         if load is None or load.is_late:
-            self._stats.num_stray_messages += 1
+            self._core.stats.num_stray_messages += 1
             return
         if load.request is not None:
             self._late.add(load.request.handle)
@@ -220,9 +269,24 @@ class Transfers:
         for name in {tier.name for tier, _ in load.pages}:
             self._counts[name].num_late += 1
 
+    def most_tokens(self, request: Request) -> int | None:
+        """Compute up to where the load begins; then return to the queue, to continue behind what is loaded.
+
+        The prefix cache keeps what it has computed.
+        """
+        if not request.split_at:
+            return None
+        if request.num_computed_tokens < request.split_at:
+            return request.split_at - request.num_computed_tokens
+        self._decisions.preempted(self._core.next_step, request, PreemptReason.JOINS_LOAD)
+        self._table.preempt(request)
+        self._kv.free(request)
+        self._join(request)
+        return 0
+
     # ---- answers
 
-    def moved(self, answer: BlocksMoved) -> None:
+    def moved(self, answer: BlocksMoved, client: int) -> None:
         """Apply the answer of all ranks to a transfer; ``failed`` is the union."""
         load, is_expected = self._open.get(answer.transfer), False
         if load is not None and set(answer.failed) <= set(range(len(load.pages))):
@@ -230,18 +294,25 @@ class Transfers:
             is_expected = True
         elif answer.transfer in self._saves:
             is_expected = self._saves.moved(answer, self._clock.acknowledged)
-        self._stats.num_stray_messages += not is_expected
+        self._core.stats.num_stray_messages += not is_expected
+        if not answer.failed:  # otherwise not before the next step: the same copies may fail again and again
+            self._plan_stores()
 
-    def acknowledged(self) -> None:
+    def acknowledged(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
         """Continue with the saves that only waited for the result of the step that wrote their content."""
         self._saves.acknowledged(self._clock.acknowledged)
+        if self._learns and (prefill := record.prefill).tokens:
+            self.costs.step_took(prefill, record.num_tokens - prefill.tokens, output.seconds)
 
-    def open_tier(self, contents: DiskContents | HostMemory) -> None:
+    def applied(self) -> None:
+        self._plan_stores()
+
+    def _open_tier(self, contents: DiskContents | HostMemory, client: int) -> None:
         """Open or close host memory; or find this part of the disk's contents, unless the disk cannot be used."""
         if isinstance(contents, HostMemory):
             self._kv.open_host(contents.is_open)
         elif contents.reason or self._kv.disk is None or not self._kv.disk.open(contents):
-            self._stats.num_stray_messages += not contents.reason
+            self._core.stats.num_stray_messages += not contents.reason
         else:
             self._numbers.last = max(self._numbers.last, int(contents.generations.max(initial=0)))
 
@@ -281,14 +352,17 @@ class Transfers:
 
     # ---- saves
 
-    def yields(self, *, others_run: bool = False) -> bool:
+    def yields(self, *, others_run: bool) -> bool:
         """Whether only stores in flight hold the blocks that a request lacks: it waits, and no store begins."""
         delays = not others_run and self._saves.delays_requests
         if delays:
             self._stores_yield_at = self._clock.sent + 1
         return delays
 
-    def plan_stores(self) -> None:
+    def after_step(self, *, is_quiet: bool) -> None:
+        self._plan_stores()
+
+    def _plan_stores(self) -> None:
         """Save contents that will soon be evicted. Called after each step and answer."""
         if self._stores_yield_at >= self._clock.sent:
             return
@@ -297,6 +371,9 @@ class Transfers:
             self._decisions.note(Decision(self._clock.sent, "store", "", name, num_blocks=len(save.pages)))
 
     # ---- statistics
+
+    def statistics(self, found: Statistics) -> Statistics:
+        return msgspec.structs.replace(found, tiers=self.tiers())
 
     def tiers(self) -> list[TierState]:
         """Return the state of each tier. A disk that is not open has no pages."""
@@ -320,8 +397,8 @@ class Transfers:
 
     # ---- the end of workers and contents
 
-    def begin_epoch(self, *, new_workers: bool) -> None:
-        """Release requests that wait for loads; call after the device's contents were dropped.
+    def new_epoch(self, *, new_workers: bool) -> bool:
+        """Release requests that wait for loads.
 
         With new workers no answer will come, so all transfers end now. Otherwise those end that were answered and only
         waited for the result of a step, which will not be applied.
@@ -329,18 +406,21 @@ class Transfers:
         for load in list(self._loading.values()):
             assert load.request is not None
             self.stop_waiting(load.request)
-        self.drop_device_contents()
+        for request in self._table.requests.values():
+            request.split_at = 0
+        self._drop_device_contents()
         self._saves.begin_epoch(new_workers=new_workers)
         if not new_workers:
-            return
+            return False
         self._loads = []
         for load in self._open.values():
             self._release_pages(load)
             self._kv.holds.end(load.hold)
         self._open.clear()
         self._num_late_open = 0
+        return False
 
-    def drop_device_contents(self) -> None:
+    def _drop_device_contents(self) -> None:
         """The contents of the device were dropped: name nothing that is on its way to it, and keep nothing."""
         for route in self._saves.routes[:1]:
             route.choice.forget()
@@ -349,9 +429,9 @@ class Transfers:
         while self._kv.holds.end_one_kept():
             pass
 
-    def drop_contents(self) -> None:
-        """The contents of all tiers were dropped; those on disk are forgotten, also unknown ones."""
-        self.drop_device_contents()
+    def contents_dropped(self) -> None:
+        """Forget the contents on disk too, also those that are not known yet."""
+        self._drop_device_contents()
         for route in self._saves.routes:
             route.choice.forget()
         if (disk := self._kv.disk) is not None:

@@ -1,50 +1,36 @@
 """Programs: finds the program of each request, and follows its turns."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from quire.protocol.config import EngineConfig
-from quire.protocol.wire.front_end_messages import HINTS, MAX_TOOL_NAME, EndReason, ProgramCounts, Statistics
+from quire.protocol.wire.front_end_messages import (
+    HINTS,
+    MAX_JOB_ID,
+    MAX_TOOL_NAME,
+    CallsTool,
+    EndReason,
+    ProgramCounts,
+    Statistics,
+)
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Feature, Handler, Refusal, Reserve
 from quire.scheduler_proc.costs.costs import Costs
-from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.limit import Cache, ProgramLimit, Queue
-from quire.scheduler_proc.programs.match import Matcher
-from quire.scheduler_proc.programs.pins import Pins
+from quire.scheduler_proc.features.programs.limit import ProgramLimit
+from quire.scheduler_proc.features.programs.match import Matcher
+from quire.scheduler_proc.features.programs.pins import Pins
+from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.requests.program_state import ProgramState
-from quire.scheduler_proc.requests.reasons import Decision
+from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Program, Request
-from quire.scheduler_proc.requests.step_clock import StepClock
 
 MAX_PROGRAMS = 4096
 """Programs that are remembered. Beyond, the least recently seen program without a request is forgotten."""
 
 
-def make_programs(
-    config: EngineConfig,
-    kv: KVCacheManager,
-    waiting: Queue,
-    costs: Costs,
-    clock: StepClock,
-    note: Callable[[Decision], None],
-) -> "Programs":
-    """Return the programs with what the policy of ``config`` needs.
-
-    Raises:
-        ConfigError: the policy does not fit the other settings.
-    """
-    limit = None
-    if config.scheduling_policy == "program":
-        limit = ProgramLimit(kv, waiting, kv.pool.num_usable_blocks, config, clock, note)
-    return Programs(config, Pins(config, kv, costs, clock, note), kv, limit)
-
-
-class JobEnded(Exception):
-    """A request names a job whose last step has arrived."""
-
-
-class Programs:
+class Programs(Feature):
     """Owns the programs. Without a policy that needs them, nothing is remembered.
 
     Attributes:
@@ -57,22 +43,17 @@ class Programs:
         found: number of turns by how their program was found: a hint, ``prefix``, ``new`` or ``none``.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        pins: Pins,
-        cache: Cache,
-        limit: ProgramLimit | None = None,
-    ) -> None:
-        """
-        Args:
-            cache: the blocks that are pinned.
-            limit: what decides which programs are admitted, or None.
-        """
-        self._cache = cache
-        self.limit = limit
+    name = "programs"
+
+    def __init__(self, core: Core, costs: Costs) -> None:
+        """Raises ConfigError if the policy does not fit the other settings."""
+        config, kv, note = core.config, core.kv, core.decisions.note
+        self._kv = kv
+        self.pins = Pins(config, kv, costs, core.clock, note)
+        self.limit: ProgramLimit | None = None
+        if config.scheduling_policy == "program":
+            self.limit = ProgramLimit(kv, core.table.waiting, kv.pool.num_usable_blocks, config, core.clock, note)
         self.is_enabled = config.uses_programs
-        self.pins = pins
         self.now = 0.0
         self._later_tokens = 0, 0
         """Prompt tokens of all turns but first ones, and hits among them."""
@@ -82,17 +63,40 @@ class Programs:
         self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
         self._matcher = Matcher(config.block_size)
 
-    def clock(self, now: float) -> None:
+    def consumes(self) -> Mapping[type, Handler]:
+        return {Clock: self._clock, CallsTool: self._calls_tool}
+
+    def _clock(self, event: Clock, client: int) -> None:
         """Set the time. It never goes back."""
-        self.now = max(self.now, now)
+        self.now = max(self.now, event.now)
         if self.limit is not None:
             self.limit.clock(self.now)
         self.pins.clock(self.now)
 
+    def validate(self, event: Any, num_prompt_tokens: int) -> None:
+        if len(event.job_id) > MAX_JOB_ID:
+            text = f"job_id must have at most {MAX_JOB_ID} characters (got {len(event.job_id)})"
+            raise Refusal("invalid_value", "job_id", text)
+        if event.is_last_step and not event.job_id:
+            raise Refusal("invalid_value", "is_last_step", "is_last_step needs a job_id, whose last step it is")
+
+    def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
+        """Find the program of a request. A new program is forgotten unless ``arrived`` follows."""
+        if request.pooling is not None:  # a vector is no turn of a conversation
+            return
+        request.job_id = event.job_id
+        if parent is not None:
+            request.program = parent.program
+        else:
+            tokens = request.tokens
+            request.program = self.find(
+                event.tenant, event.job_id, tokens.block_hashes, len(tokens), resubmitted=event.resubmitted
+            )
+
     def find(
         self, tenant: int, job_id: str, hashes: Sequence[bytes] = (), num_tokens: int = 0, *, resubmitted: bool = False
     ) -> Program | None:
-        """Return the program of an arrival, or None without one. A new program is forgotten unless ``arrived`` follows.
+        """Return the program of an arrival, or None without one.
 
         An unknown job is the program that the request continues if no turn of that has named a job: the first response
         of a chain has no id when it is requested.
@@ -103,7 +107,7 @@ class Programs:
             resubmitted: a previous scheduler has accepted it, even if another one is the last step of its job.
 
         Raises:
-            JobEnded: the last step of this job has arrived.
+            Refusal: the last step of this job has arrived.
         """
         if not self.is_enabled or not (job_id or hashes):
             return None
@@ -113,23 +117,19 @@ class Programs:
         if program is None:
             return ProgramState(0, tenant, job_id, self.now)
         if program.has_ended and not resubmitted:
-            raise JobEnded(f"job_id {job_id!r} has ended: a request with is_last_step has arrived")
+            text = f"job_id {job_id!r} has ended: a request with is_last_step has arrived"
+            raise Refusal("job_ended", "job_id", text)
         return program
 
-    def arrived(self, request: Request, *, job_id: str = "", hint: str = "", is_last_step: bool = False) -> None:
-        """Add an accepted request to its program.
-
-        Args:
-            job_id: the job that it names; that of a program found by its prefix becomes this one.
-            hint: how its client named the job, one of HINTS.
-        """
-        program = request.program
+    def arrived(self, request: Request, event: Any) -> None:
+        """Add an accepted request to its program. The job id of one found by its prefix becomes that of the event."""
+        program, job_id = request.program, event.job_id
         if self.limit is not None:
             self.limit.waits(request, self.now)
         if program is None:
             self.found["none"] += self.is_enabled
             return
-        named = hint if hint in HINTS else "job_id"
+        named = event.hint if event.hint in HINTS else "job_id"
         self.found[named if job_id else "prefix" if program.number else "new"] += 1
         self.known.pop(_key(program), None)
         self._paused.pop(program, None)
@@ -146,7 +146,7 @@ class Programs:
         program.last_request = request.client, request.request_id
         program.last_seen = self.now
         program.num_tokens = request.num_tokens
-        program.has_ended |= is_last_step
+        program.has_ended |= event.is_last_step
         program.tool = ""
         if self.limit is not None:
             self.limit.arrived(program, pause)
@@ -161,25 +161,22 @@ class Programs:
             if self.limit is not None:
                 self.limit.release(program, "forgotten")
 
-    def admitted(self, request: Request, num_hit_tokens: int) -> None:
-        """Note that a request is admitted, with this many tokens from the prefix cache."""
+    def admitted(self, request: Request, num_hit_tokens: int, *, is_first: bool) -> None:
         if self.limit is not None:
             self.limit.admitted(request, num_hit_tokens)
         if (program := request.program) is not None:
-            if program.num_turns and request.num_cached_tokens < 0:  # otherwise it was preempted
+            if program.num_turns and is_first:  # otherwise it was preempted
                 prompt, hits = self._later_tokens
                 self._later_tokens = prompt + request.num_tokens, hits + num_hit_tokens
             self.pins.admitted(program)
 
     def refused(self, request: Request) -> None:
-        """Note that an accepted request is rejected after all. Its job continues: the client may send it again."""
+        """Continue the job of a request that is rejected: the client may send it again."""
         program = request.program
         if program is not None and program.last_request == (request.client, request.request_id):
             program.has_ended = False
-        self.ended(request)
 
-    def ended(self, request: Request) -> None:
-        """Note that a request has ended."""
+    def ending(self, request: Request) -> None:
         if self.limit is not None:
             self.limit.forget(request)
         program = request.program
@@ -196,8 +193,7 @@ class Programs:
         if self.limit is not None:
             self.limit.ended(program)
 
-    def pin_of(self, request: Request, reason: EndReason) -> int:
-        """Return the number of the pin with which the blocks of a request that ends are freed, or 0."""
+    def keeps_as(self, request: Request, reason: EndReason) -> int:
         program = request.program
         if program is not None and program.is_admitted:
             return program.number
@@ -205,19 +201,39 @@ class Programs:
 
     def pinned(self) -> list[tuple[str, int]]:
         """Return (job id, number of blocks) of each program with pinned blocks, for traces."""
-        pins, limit = self._cache.pins, self.limit
+        pins, limit = self._kv.pins, self.limit
         if limit is not None:
             return [(limit.job_id(number), num_blocks) for number, num_blocks in pins.items()]
         return [(self.pins.pauses[number].job_id, num_blocks) for number, num_blocks in pins.items()]
 
-    def protected_blocks(self, request: Request) -> int:
-        """Return how many free blocks a waiting request must leave to the contents of admitted programs."""
+    def reserve(self, request: Request) -> Reserve | None:
+        """Keep the contents of admitted programs, which a request of another one would evict."""
+        num_blocks = 0 if self.limit is None else self.limit.protected_blocks(request)
+        return Reserve(num_blocks, WaitReason.PROGRAM_LIMIT) if num_blocks else None
+
+    def version(self, request: Request) -> object:
         return 0 if self.limit is None else self.limit.protected_blocks(request)
 
-    def add_to(self, statistics: Statistics) -> Statistics:
-        """Return ``statistics`` with the counts of programs."""
+    def spare(self, candidates: list[Request]) -> tuple[list[Request], PreemptReason | None]:
+        """Spare the requests of admitted programs, or of those with a pin.
+
+        If all candidates are of admitted programs, the youngest program loses: the oldest one keeps advancing, and all
+        end one after the other.
+        """
+        if self.limit is not None:
+            others = [each for each in candidates if each.program is None or not each.program.is_admitted]
+            if not others:
+                numbers = [0 if each.program is None else each.program.number for each in candidates]
+                last = max(numbers)
+                others = [each for each, number in zip(candidates, numbers, strict=True) if number == last]
+            return others, PreemptReason.LAST_PROGRAM
+        pins = self._kv.pins
+        others = [each for each in candidates if each.program is None or each.program.number not in pins]
+        return others or candidates, None
+
+    def statistics(self, found: Statistics) -> Statistics:
         if not self.is_enabled:
-            return statistics
+            return found
         counts = ProgramCounts(len(self.known), dict(self.found), *self._later_tokens)
         if (limit := self.limit) is not None:
             counts = msgspec.structs.replace(
@@ -226,13 +242,13 @@ class Programs:
                 num_waiting=limit.num_waiting,
                 num_released=dict(limit.num_released),
             )
-        return self.pins.add_to(msgspec.structs.replace(statistics, programs=counts))
+        return self.pins.add_to(msgspec.structs.replace(found, programs=counts))
 
-    def calls_tool(self, client: int, request_id: str, tool: str) -> None:
+    def _calls_tool(self, event: CallsTool, client: int) -> None:
         """Note which tool the answer of a request calls, if its program still waits for the result."""
         for program in reversed(self.known.values()):
-            if program.last_request == (client, request_id):
-                program.tool = tool[:MAX_TOOL_NAME]
+            if program.last_request == (client, event.request_id):
+                program.tool = event.tool[:MAX_TOOL_NAME]
                 self.pins.tool_called(program)
                 return
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from quire.protocol.config import EngineConfig
-from quire.scheduler_proc.programs.tools import PauseCounts
+from quire.scheduler_proc.features.programs.tools import PauseCounts
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Program, Request, RequestStatus
 from quire.scheduler_proc.requests.step_clock import StepClock

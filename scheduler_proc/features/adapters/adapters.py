@@ -1,20 +1,24 @@
 """Adapters: loads the adapters of requests into slots, and decides of which adapters a step computes requests."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sized
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import msgspec
 
-from quire.protocol.config import EngineConfig
+from quire.protocol.block_hash import HashChain
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, LoadAdapter
-from quire.protocol.wire.front_end_messages import AdapterCounts, Statistics
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
-from quire.scheduler_proc.adapters.turns import Turns
+from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterLoaded, LoadAdapter, UnloadAdapter
+from quire.protocol.wire.front_end_messages import AdapterCounts, EndReason, Rejected, Statistics
+from quire.protocol.wire.worker_messages import NewRequestData
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Feature, Handler, Refusal
+from quire.scheduler_proc.core.step import StepPlan
+from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
+from quire.scheduler_proc.features.adapters.turns import Turns
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
-from quire.scheduler_proc.requests.request import Adapter, Request
-from quire.scheduler_proc.requests.step_clock import StepClock
+from quire.scheduler_proc.requests.request import Adapter, Request, RequestStatus
 
 PLACES = ("active", "ready", "loading", "host", "absent")
 """Values of ``AdapterState.place``."""
@@ -22,19 +26,11 @@ MAX_LISTED = 32
 """Most adapters in a Statistics message: those with the most requests."""
 
 
-class Table(Protocol):
-    """What this package does with the lists of requests."""
-
-    @property
-    def running(self) -> Sized: ...
-    @property
-    def waiting(self) -> Sized: ...
-    def hold(self, request: Request, reason: WaitReason) -> None: ...
-    def release(self, request: Request) -> None: ...
-    def leave_steady(self, request: Request) -> None: ...
+MAX_NAME = 256
+MAX_PATH = 4096
 
 
-class Adapters:
+class Adapters(Feature):
     """Decides loads of adapters and follows them, and gives adapters their turns. Idle if no request has an adapter.
 
     A request whose adapter is not loaded is held (WaitReason.ADAPTER) when it could be admitted otherwise. Loads do not
@@ -45,16 +41,19 @@ class Adapters:
     with a turn. An adapter with requests and without a slot is wanted.
     """
 
-    def __init__(self, config: EngineConfig, table: Table, clock: StepClock, note: Callable[[Decision], None]) -> None:
+    name = "adapters"
+
+    def __init__(self, core: Core) -> None:
         """Raises ConfigError if host memory has no room for the adapters in slots."""
+        config, self._core = core.config, core
         num_slots = config.max_loras + 1 if config.enable_lora else 0
         if config.max_cpu_loras < num_slots:
             raise ConfigError(
                 f"--max-cpu-loras must be at least {num_slots}, --max-loras + 1 (got {config.max_cpu_loras})"
             )
-        self.slots = AdapterSlots(num_slots, config.max_cpu_loras, clock)
-        self.turns = Turns(config.max_loras, clock)
-        self._table, self._clock, self._note = table, clock, note
+        self._table, self._clock, self._note = core.table, core.clock, core.decisions.note
+        self.slots = AdapterSlots(num_slots, config.max_cpu_loras, self._clock)
+        self.turns = Turns(config.max_loras, self._clock)
         self._wanted: dict[int, Adapter] = {}
         """Adapters with requests and without a slot, by number, in the order in which they lacked one."""
         self._loads: list[LoadAdapter] = []
@@ -63,9 +62,8 @@ class Adapters:
         self.num_loaded = self.num_failed = 0
         self.load_seconds = 0.0
 
-    def __len__(self) -> int:
-        """Number of loads that are not answered."""
-        return self.num_open
+    def is_busy(self) -> bool:
+        return self.num_open > 0
 
     @property
     def is_settled(self) -> bool:
@@ -74,11 +72,39 @@ class Adapters:
 
     # ---- requests
 
-    def find(self, ref: AdapterRef | None) -> Adapter | None:
-        """Return the adapter of an arrival, or None. A new adapter is forgotten unless ``arrived`` follows."""
-        return None if ref is None else self.slots.find(ref)
+    def validate(self, event: Any, num_prompt_tokens: int) -> None:
+        adapter = event.adapter
+        if adapter is None:
+            return
+        if not self.slots.slots:
+            raise Refusal("unsupported", "model", f"this engine serves no adapters (got {adapter.name!r})")
+        if len(adapter.digest) != DIGEST_BYTES:
+            text = f"the digest of an adapter must have {DIGEST_BYTES} bytes (got {len(adapter.digest)})"
+            raise Refusal("invalid_value", "model", text)
+        for what, text, most in (("name", adapter.name, MAX_NAME), ("path", adapter.path, MAX_PATH)):
+            if len(text) > most:
+                text = f"the {what} of an adapter must have at most {most} characters (got {len(text)})"
+                raise Refusal("invalid_value", "model", text)
 
-    def arrived(self, request: Request) -> None:
+    def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
+        """Give a request its adapter, or that of its parent.
+
+        A new adapter is known from here on, although it has no request. So no feature may refuse the request
+        after this one.
+        """
+        if parent is not None:
+            request.adapter, request.adapter_name = parent.adapter, parent.adapter_name
+        elif event.adapter is not None:
+            request.adapter, request.adapter_name = self.slots.find(event.adapter), event.adapter.name
+
+    def hashing(self, event: Any, chain: Callable[..., HashChain]) -> Callable[..., HashChain]:
+        return chain if event.adapter is None else partial(chain, adapter=event.adapter.digest.hex())
+
+    def added(self, request: Request) -> None:
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
+
+    def arrived(self, request: Request, event: Any) -> None:
         """Want the adapter of a request that was accepted."""
         adapter = request.adapter
         if adapter is None:
@@ -88,19 +114,22 @@ class Adapters:
         if adapter.slot < 0:
             self._wanted.setdefault(adapter.number, adapter)
 
-    def is_loaded(self, request: Request) -> bool:
-        """Whether the adapter of a waiting request is in a slot, if it has one; otherwise the request is held."""
+    def obstacle(self, request: Request) -> WaitReason | None:
+        """Hold a waiting request whose adapter is in no slot. It can be in the queue, because the slot may be lost
+        while it waits there for a row or blocks."""
         adapter = request.adapter
         if adapter is None or adapter.is_ready:
-            return True
+            return None
         self._table.hold(request, WaitReason.ADAPTER)
         adapter.held[request.handle] = request
         self._decide("wait", request, WaitReason.ADAPTER)
-        return False
+        return WaitReason.ADAPTER
+
+    def version(self, request: Request) -> object:
+        return request.adapter is None or request.adapter.is_ready
 
     def may_run(self, request: Request) -> bool:
-        """Whether the step that is planned may compute a request that was just admitted. Otherwise its adapter waits
-        for a turn."""
+        """Whether the step may compute a request that was just admitted. Otherwise its adapter waits for a turn."""
         adapter = request.adapter
         if adapter is None or adapter.is_active or self.turns.take(adapter):
             return True
@@ -108,17 +137,31 @@ class Adapters:
         self._decide("wait", request, WaitReason.ADAPTER_TURN)
         return False
 
+    def building(self, request: Request, data: NewRequestData) -> NewRequestData:
+        return data if request.adapter is None else msgspec.structs.replace(data, adapter=request.adapter.number)
+
+    def describe(self, request: Request) -> dict[str, Any]:
+        return {"adapter": request.adapter_name}
+
+    def started(self, request: Request) -> None:
+        if request.adapter is not None:
+            request.adapter.running[request.handle] = request
+
+    def stopped(self, request: Request) -> None:
+        if request.adapter is not None:
+            del request.adapter.running[request.handle]
+            request.adapter.last_step = self._clock.sent
+
     def stop_waiting(self, request: Request) -> None:
-        """Return a request that is held for its adapter to the queue."""
         if request.wait_reason is WaitReason.ADAPTER and request.adapter is not None:
             del request.adapter.held[request.handle]
             self._table.release(request)
 
     def ended(self, request: Request) -> None:
-        """Continue without a request that has ended."""
         adapter = request.adapter
         if adapter is None:
             return
+        adapter.num_requests -= 1
         adapter.held.pop(request.handle, None)
         if not adapter.num_requests:
             self._wanted.pop(adapter.number, None)
@@ -130,26 +173,33 @@ class Adapters:
 
     # ---- steps
 
-    def next_step(self) -> None:
-        """End and begin turns before a step is planned."""
+    def before_rows(self, plan: StepPlan) -> None:
+        """End and begin turns. Requests that end must not count as running any more: they need no turn."""
         if self.turns.active or self.turns.waiting:
             for adapter in self.turns.next_step():
                 for request in adapter.running.values():
                     self._table.leave_steady(request)
 
-    def pass_turns(self) -> None:
-        """End all turns, because a step without any request would be planned and other adapters wait."""
+    def num_replans(self) -> int:
+        return len(self.turns.waiting)
+
+    def replan(self) -> None:
+        """End all turns. No request of the adapters with a turn could run, for example for lack of blocks, and those
+        of the others would wait for ever if no step were sent."""
         for adapter in list(self.turns.active.values()):
             self.turns.pause(adapter)
             adapter.num_turn_steps = ADAPTER_SLICE  # it may lose its slot, too
 
     # ---- loads
 
-    def plan_loads(self, *, is_quiet: bool = False) -> None:
-        """Load wanted adapters to slots that can be given up. Called after each step and each event.
+    def after_event(self) -> None:
+        self._plan_loads()
 
-        ``is_quiet``: no request could be computed in the step that was planned.
-        """
+    def after_step(self, *, is_quiet: bool) -> None:
+        self._plan_loads(is_quiet=is_quiet)
+
+    def _plan_loads(self, *, is_quiet: bool = False) -> None:
+        """Load wanted adapters to slots that can be given up."""
         if not self._wanted:
             return
         is_quiet = is_quiet or not (self._table.running or self._table.waiting)
@@ -181,57 +231,79 @@ class Adapters:
         loads, self._loads = self._loads, []
         return loads
 
-    def loaded(self, answer: AdapterLoaded) -> Adapter | None:
-        """Apply the answer of all ranks to a load, and release the requests that were held for it.
+    def consumes(self) -> Mapping[type, Handler]:
+        return {AdapterLoaded: self._loaded, UnloadAdapter: self._unload_and_reply}
 
-        Returns the adapter, if the answer was expected. After a failure the caller ends its requests.
-        """
+    def _loaded(self, answer: AdapterLoaded, client: int) -> None:
+        """Continue with the requests of an adapter, or end them if it could not be loaded."""
         adapter = self.slots.loading(answer)
         if adapter is None:
-            return None
+            self._core.stats.num_stray_messages += 1
+            return
         self.num_open -= 1
         self.load_seconds += answer.seconds
         if answer.problem:
-            self.num_failed += 1
-            self.slots.drop(adapter)
-            if adapter.num_requests:
-                self._wanted[adapter.number] = adapter
-            return adapter
+            self._failed(adapter, answer.problem)
+            return
         self.num_loaded += 1
         adapter.is_loading, adapter.last_step = False, self._clock.sent
         for request in list(adapter.held.values()):
             self.stop_waiting(request)
-        return adapter
 
-    def unload(self, digest: bytes) -> bool:
-        """Give up the places of an adapter. Returns whether it has none now, and no request."""
-        adapter = self.slots.known.get(digest)
+    def _failed(self, adapter: Adapter, problem: str) -> None:
+        self.num_failed += 1
+        self.slots.drop(adapter)
+        if adapter.num_requests:
+            self._wanted[adapter.number] = adapter
+        for request in [r for r in self._table.requests.values() if r.adapter is adapter and r.client >= 0]:
+            if request.num_output_tokens or request.status is not RequestStatus.WAITING:
+                self._core.finish(request, EndReason.ERROR, detail=f"adapter_not_loaded: {problem}")
+            else:
+                self._core.reject(request, Rejected(request.request_id, "adapter_not_loaded", "model", problem))
+
+    def _unload_and_reply(self, event: UnloadAdapter, client: int) -> None:
+        self._core.replies.append((client, self._core.statistics(event.query, self._unload(event))))
+
+    def _unload(self, event: UnloadAdapter) -> bool:
+        """Drop an adapter if no request has it under this name. Returns whether that is so now."""
+        adapter = self.slots.known.get(event.digest)
         if adapter is None:
             return True
-        is_used = adapter.num_requests or adapter.is_loading or adapter.last_step > self._clock.acknowledged
+        named = [r for r in self._table.requests.values() if r.adapter is adapter and r.adapter_name == event.name]
+        if event.force:
+            for request in named:
+                self._core.finish(request, EndReason.ABORTED)
+        elif named:
+            return False
+        return adapter.num_requests > 0 or event.digest not in self.slots.known or self._give_up(adapter)
+
+    def _give_up(self, adapter: Adapter) -> bool:
+        """Give up the places of an adapter without requests. Returns whether it has none now."""
+        is_used = adapter.is_loading or adapter.last_step > self._clock.acknowledged
         if not is_used:
             self.slots.drop(adapter)
         return not is_used
 
-    def begin_epoch(self, *, new_workers: bool) -> None:
-        """Continue after all running requests have returned to the queue. New workers have no adapters."""
+    def new_epoch(self, *, new_workers: bool) -> bool:
+        """Begin without turns, because no request runs. New workers have no adapters."""
         self.turns.clear()
         if new_workers:
             self._loads, self.num_open = [], 0
             self.slots.drop_all()
             self._wanted |= {each.number: each for each in self.slots.known.values()}
-        self.plan_loads()
+        self._plan_loads()
+        return False
 
     # ---- statistics and checks
 
-    def add_to(self, statistics: Statistics) -> Statistics:
-        """Return ``statistics`` with those of adapters. O(known adapters)."""
+    def statistics(self, found: Statistics) -> Statistics:
+        """O(known adapters)."""
         if not self.slots.slots:
-            return statistics
+            return found
         known = self.slots.known.values()
         busy = sorted(known, key=lambda each: (-each.num_requests, each.number))[:MAX_LISTED]
         return msgspec.structs.replace(
-            statistics,
+            found,
             adapters=[
                 AdapterCounts(each.ref.name, each.place, len(each.running), each.num_requests - len(each.running))
                 for each in busy
@@ -243,17 +315,11 @@ class Adapters:
             adapter_load_seconds=self.load_seconds,
         )
 
-    def check(self, requests: Iterable[Request], in_flight: Iterable[Request]) -> None:
-        """Raise AssertionError unless the invariants hold.
-
-        Args:
-            requests: all that have not ended.
-            in_flight: those of the steps in flight; some may have ended.
-        """
+    def check(self) -> None:
         self.slots.check()
         self.turns.check()
         numbers: Counter[Adapter] = Counter()
-        for request in requests:
+        for request in self._table.requests.values():
             adapter = request.adapter
             if adapter is None:
                 continue
@@ -269,7 +335,9 @@ class Adapters:
             assert is_wanted == (adapter.slot < 0 and adapter.num_requests > 0), f"{adapter!r}: wanted {is_wanted}"
             has_place = adapter.is_in_use or adapter.number in self.turns.waiting
             assert has_place or not adapter.running, f"{adapter!r} waits for no turn"
-        for request in in_flight:
+            running = [request for request in self._table.running.values() if request.adapter is adapter]
+            assert list(adapter.running.values()) == running, f"{adapter!r}: wrong running requests"
+        for request in [each for step in self._core.in_flight.records for each in step.requests().values()]:
             adapter = request.adapter
             assert adapter is None or adapter.is_ready, f"{request!r} is in flight, and {adapter!r} is not loaded"
         assert self.num_open == sum(each is not None and each.is_loading for each in self.slots.slots)

@@ -1,6 +1,6 @@
 """Turns: of which adapters the next step computes requests, when more of them have running requests than it may use."""
 
-from quire.scheduler_proc.adapters.slots import ADAPTER_SLICE
+from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE
 from quire.scheduler_proc.requests.request import Adapter, Request
 from quire.scheduler_proc.requests.step_clock import StepClock
 

@@ -12,9 +12,9 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.scheduler_proc.costs.costs import Costs, Prefill
+from quire.scheduler_proc.features.programs.demand import Demand
+from quire.scheduler_proc.features.programs.tools import MAX_TOOLS, Choice, PauseEstimator, ToolPauses
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.programs.demand import Demand
-from quire.scheduler_proc.programs.tools import MAX_TOOLS, Choice, PauseEstimator, ToolPauses
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Program, Request
 from quire.scheduler_proc.requests.step_clock import StepClock

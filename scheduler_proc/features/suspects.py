@@ -8,10 +8,13 @@ other requests got tokens between its deaths, the first death alone may be chanc
 A request that crashes *schedulers* is found by its front end, which survives them (frontend/engine/session.py).
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.protocol.wire.front_end_messages import EndReason
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Feature
+from quire.scheduler_proc.core.step import StepPlan
+from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
 
 ALONE_AFTER = 2
@@ -41,19 +44,25 @@ class _Entry(NamedTuple):
         return self.num_alone >= (1 if self.in_a_row else 2)
 
 
-class Suspects:
+class Suspects(Feature):
     """Counts worker deaths by handle. An entry is removed when its request gets a token or ends."""
 
-    def __init__(self) -> None:
+    name = "suspects"
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self._entries: dict[int, _Entry] = {}
         self._confirmed: list[Request] = []
         self._total = -1
 
-    def record_death(self, steps: Iterable[InFlightStep], total: int) -> None:
-        """Count a death of the workers with ``steps`` in flight. ``total``: ``Scheduler.num_results``."""
+    def before_epoch(self, *, new_workers: bool) -> None:
+        """Count a death of the workers for the requests of the steps in flight, which are dropped after this."""
+        if not new_workers:
+            return
         found: dict[int, Request] = {}
-        for step in steps:
+        for step in self._core.in_flight.records:
             found |= step.requests()
+        total = self._core.num_results
         present = [request for request in found.values() if not request.status.is_finished]
         alone = self.alone if len(present) == 1 else None
         quiet, self._total = total == self._total, total
@@ -74,9 +83,22 @@ class Suspects:
                 del self._entries[request.handle]
                 self._confirmed.append(request)
 
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Preempt all requests that need more steps, except the suspect.
+
+        After the beams of searches have been suspended: those have no blocks to give up.
+        """
+        if (suspect := self.alone) is None:
+            return
+        plan.alone, plan.others_wait = suspect, WaitReason.SUSPECT
+        for other in [request for request in self._core.table.running.values() if request is not suspect]:
+            self._core.table.leave_steady(other)
+            if not other.needs_no_more_steps:
+                self._core.preempt(other, plan, suspect, PreemptReason.SUSPECT)
+
     @property
     def alone(self) -> Request | None:
-        """The suspect that must run alone now, or None."""
+        """Return the suspect that must run alone now, or None."""
         if not self._entries:
             return None
         for handle, entry in list(self._entries.items()):
@@ -86,9 +108,12 @@ class Suspects:
                 return entry.request
         return None
 
-    def take_confirmed(self) -> list[Request]:
+    def new_epoch(self, *, new_workers: bool) -> bool:
+        """End the requests that were confirmed as the cause, when no other feature holds them for the old workers."""
         confirmed, self._confirmed = self._confirmed, []
-        return confirmed
+        for request in confirmed:
+            self._core.finish(request, EndReason.ERROR, detail=SUSPECT_DETAIL)
+        return bool(confirmed)
 
     def _still_counts(self, entry: _Entry) -> bool:
         """Return whether the entry still counts: its request has not ended and got no token since its first death.

@@ -9,8 +9,8 @@ import pytest
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.model_config import ModelConfig
-from quire.scheduler_proc.requests.draft_state import PROBE_INTERVAL, Acceptance, DraftState
-from quire.scheduler_proc.requests.drafting import (
+from quire.scheduler_proc.features.drafts.draft_state import PROBE_INTERVAL, Acceptance, DraftState
+from quire.scheduler_proc.features.drafts.drafting import (
     MAX_PROBE_INTERVAL,
     DraftController,
     MostDrafts,

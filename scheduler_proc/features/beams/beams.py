@@ -2,17 +2,30 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from quire.scheduler_proc.adapters.adapters import Adapters
-from quire.scheduler_proc.beams.search import BeamSearch, Candidates, Choice
-from quire.scheduler_proc.core.forks import Forks
-from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import RecentDecisions
-from quire.scheduler_proc.core.transfers import Transfers
-from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
+import msgspec
+
+from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
+from quire.protocol.wire.worker_messages import SchedulerOutput
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.endings import Ending, Endings
+from quire.scheduler_proc.core.feature import Feature, Refusal
+from quire.scheduler_proc.core.in_flight import Sampled
+from quire.scheduler_proc.core.step import StepPlan
+from quire.scheduler_proc.features.beams.search import BeamSearch, Candidates, Choice
+from quire.scheduler_proc.features.forks import Forks
+from quire.scheduler_proc.requests.hooks import NO_HOOKS
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
+
+
+class SearchEnding(NamedTuple):
+    """``hypotheses``: the outputs of a search, the best first; ``num_output_tokens``: tokens of all of them."""
+
+    ending: Ending
+    num_output_tokens: int
+    hypotheses: list[Hypothesis]
 
 
 @dataclass(slots=True)
@@ -37,7 +50,28 @@ class BeamGroup:
         return len(self.answered) == len(self.beams)
 
 
-class Beams:
+@runtime_checkable
+class SearchEndings(Protocol):
+    """Endings that are not decided by the tokens, but recorded, and how searches continued."""
+
+    def search_outcome(self, group: BeamGroup) -> Choice | SearchEnding:
+        """Return how a search continues of which all beams have a result."""
+        ...
+
+
+def search_outcome(group: BeamGroup) -> Choice | SearchEnding:
+    """Return how a search continues of which all beams have a result, by their candidates."""
+    choice = group.search.step([group.answered[beam.handle] for beam in group.beams])
+    if choice is not None:
+        return choice
+    found = group.search.ended
+    if not found:
+        return SearchEnding(Ending(EndReason.ERROR, detail="request_failed: no token is allowed"), 0, [])
+    ending = Ending(EndReason(found[0].reason), found[0].stop_reason)
+    return SearchEnding(ending, sum(len(each.tokens) for each in found), found)
+
+
+class Beams(Feature):
     """Turns a request with ``use_beam_search`` into requests for one token each, which are scheduled like others.
 
     A beam that continues one parent alone, or as the first, is its parent's request with one token more; the others
@@ -46,26 +80,20 @@ class Beams:
     search waits for blocks or a row.
     """
 
-    def __init__(
-        self,
-        table: RequestTable,
-        kv: KVCacheManager,
-        decisions: RecentDecisions,
-        hooks: SchedulerHooks,
-        transfers: Transfers,
-        forks: Forks,
-        adapters: Adapters,
-    ) -> None:
-        self._table, self._kv = table, kv
-        self._decisions = decisions
-        self._hooks = hooks
-        self._transfers = transfers
-        self._forks = forks
-        self._adapters = adapters
+    name = "beams"
+
+    def __init__(self, core: Core, forks: Forks) -> None:
+        self._core, self._table, self._kv, self._forks = core, core.table, core.kv, forks
         self._groups: dict[int, BeamGroup] = {}
         """By handle of the leader."""
 
-    def begin(self, request: Request) -> None:
+    def validate(self, event: Any, num_prompt_tokens: int) -> None:
+        width, most = event.sampling.beam_width, self._core.config.max_num_seqs
+        if width is not None and width > most and len(event.prompt_token_ids):  # a replay may have fewer rows
+            text = f"beam_width must be from 1 to {most}, the engine's max_num_seqs (got {width})"
+            raise Refusal("invalid_value", "beam_width", text)
+
+    def arrived(self, request: Request, event: Any) -> None:
         """Begin the search of a request that has just arrived, if it asks for one."""
         if request.sampling.use_beam_search:
             request.leader = request
@@ -74,20 +102,45 @@ class Beams:
             self._groups[request.handle] = BeamGroup(request, search, [request])
             request.max_total_tokens = request.num_tokens + 1
 
-    def wait(self, request: Request) -> bool:
+    def _has_answer(self, request: Request) -> bool:
         """Whether a request of a search has computed its part: the prompt, or its token of the current step."""
         if request.leader is None:
             return False
         group = self._groups[request.leader.handle]
         return request not in group.beams if request is group.leader else request.handle in group.answered
 
-    def answered(self, request: Request, candidates: Candidates) -> BeamGroup | None:
-        """Record the result of a beam. Returns its search if all beams have a result now."""
-        assert request.leader is not None
+    def may_hold(self, request: Request) -> bool:
+        """A request that waits for its search has nothing left to compute before that goes on."""
+        return not self._has_answer(request)
+
+    def client_request(self, request: Request) -> Request:
+        return request.leader or request
+
+    # ---- results
+
+    def takes(self, request: Request, sampled: Sampled, position: int, endings: Endings) -> bool:
+        """Record the result of a beam, and continue its search if all beams have one now."""
+        if request.leader is None:
+            return False
+        self._core.stats.generation_tokens += 1
         group = self._groups[request.leader.handle]
-        group.answered[request.handle] = candidates
+        group.answered[request.handle] = sampled.candidates(position)
         request.max_total_tokens = request.num_tokens  # it needs no more steps
-        return group if group.is_complete else None
+        if group.is_complete:
+            decide = endings.search_outcome if isinstance(endings, SearchEndings) else search_outcome
+            self._continue_search(group, decide(group))
+        return True
+
+    def _continue_search(self, group: BeamGroup, outcome: Choice | SearchEnding) -> None:
+        if isinstance(outcome, Choice):
+            self.advance(group, outcome)
+            self._core.hooks.beams_chosen(group.leader.handle, outcome.parents)
+            return
+        self._core.outputs.hypotheses(group.leader, outcome.hypotheses)
+        ending, counted = outcome.ending, outcome.num_output_tokens
+        self._core.finish(
+            group.leader, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail, num_output_tokens=counted
+        )
 
     def advance(self, group: BeamGroup, choice: Choice) -> None:
         """Continue a search of which all beams have a result."""
@@ -134,14 +187,14 @@ class Beams:
         beam.leader, beam.parent, beam.diverges = leader, parent, True
         beam.is_overdue = True  # as a part of a search that runs, which no program limit may stop
         self._table.add(beam, number=leader.number)
-        if self._hooks is not NO_HOOKS:
-            beam.tokens.follow(partial(self._hooks.block_filled, beam.handle))
+        if self._core.hooks is not NO_HOOKS:
+            beam.tokens.follow(partial(self._core.hooks.block_filled, beam.handle))
         beam.tokens.append(token)
         self._forks.hold(beam)
         return beam
 
-    def settle(self) -> None:
-        """Hold the beams that need no step but are in the queue after a preemption, before a step is planned.
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Hold the beams that need no step but are in the queue after a preemption.
 
         While a beam waits for blocks or a row, those with a result release their own, which may be what it lacks.
         """
@@ -152,10 +205,13 @@ class Beams:
                 if beam.handle in group.answered and not (are_running and beam.status is RequestStatus.RUNNING):
                     self._suspend(beam)
 
-    def suspend_leaders(self) -> None:
-        """Take blocks and row of each leader whose beams have been forked. Those for which there was no room wait."""
+    def after_running(self, plan: StepPlan, *, is_paused: bool) -> None:
+        """Take blocks and row of each leader whose beams have been forked. Those for which there was no room wait.
+
+        Not before the forks of the same step: its beams share the leader's blocks only while it holds them.
+        """
         for group in self._groups.values():
-            if self.wait(group.leader):
+            if self._has_answer(group.leader):
                 self._suspend(group.leader)
 
     def _suspend(self, request: Request) -> None:
@@ -166,11 +222,10 @@ class Beams:
             self._kv.free(request)
         if request in self._table.waiting:
             self._table.hold(request, WaitReason.BEAMS)
-            step = self._table.steady_decode.clock.sent + 1
-            self._decisions.note(Decision(step, "wait", request.request_id, WaitReason.BEAMS))
+            self._core.decisions.note(Decision(self._core.next_step, "wait", request.request_id, WaitReason.BEAMS))
             self._forks.orphan(request)
 
-    def forget(self, leader: Request) -> None:
+    def ending(self, leader: Request) -> None:
         """End the beams of a request that ends."""
         group = self._groups.pop(leader.handle, None)
         if group is not None:
@@ -182,10 +237,11 @@ class Beams:
         if beam.status is RequestStatus.RUNNING:
             self._kv.cache_blocks(beam, min(beam.num_computed_tokens, beam.num_tokens))
             self._kv.free(beam)
-        self._transfers.forget(beam)
-        self._forks.forget(beam)
-        self._table.end(beam, RequestStatus.FINISHED_ABORTED)
-        self._adapters.ended(beam)
+        self._core.remove(beam, RequestStatus.FINISHED_ABORTED)
+
+    def sending(self, plan: StepPlan, diff: SchedulerOutput) -> SchedulerOutput:
+        chosen = self._table.take_chosen()
+        return msgspec.structs.replace(diff, chosen=chosen) if chosen else diff
 
     def check(self) -> None:
         """Raise AssertionError unless exactly the beams of searches have a leader, and all have the same length."""

@@ -8,11 +8,10 @@ from typing import Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.requests import draft_state
-from quire.scheduler_proc.requests.draft_state import Acceptance, DraftState
+from quire.scheduler_proc.core.steady_decode import NEVER
+from quire.scheduler_proc.features.drafts import draft_state
+from quire.scheduler_proc.features.drafts.draft_state import Acceptance, DraftState
 
-NEVER = 1 << 62
-"""A step number that is never reached."""
 MAX_PROBE_INTERVAL = 1024
 LOOK_INTERVAL = 32
 """Interval, in steps, of measuring steps: in turn, one without drafts and one with half of them. Without this variation

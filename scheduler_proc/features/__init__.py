@@ -1,0 +1,1 @@
+"""Capabilities of the scheduler, each behind ``core/feature.py``."""

@@ -1,0 +1,1 @@
+"""Drafts: how many each request may have in the next step."""
