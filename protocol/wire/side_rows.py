@@ -7,6 +7,7 @@ its entry there, so that a new kind is an entry, and a field of the client's ``U
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import mul
 from typing import Any, Self
 
 import msgspec
@@ -172,9 +173,8 @@ class SideRows(msgspec.Struct, array_like=True, frozen=True, eq=False):
         starts, counts, widths = self._numbers
         if min(starts) < 0 or min(*counts, *widths) < 1 or max(*starts, *counts, *widths) >= 2**31:
             return "a start, count or width is out of range"
-        num_rows = num_values = 0
-        for _, _, rows, width in self.spans:
-            num_rows, num_values = num_rows + rows, num_values + rows * width
+        all_counts, all_widths = (column * count if len(column) == 1 else column for column in (counts, widths))
+        num_rows, num_values = sum(all_counts), sum(map(mul, all_counts, all_widths))
         expected = [num_values if wide else num_rows for wide in kind.is_wide]
         sizes = [*map(len, self.ints)], [*map(len, self.floats)]
         if sizes != (expected[: kind.num_ints], expected[kind.num_ints :]):
@@ -237,10 +237,6 @@ def _logprob_error(rows: SideRows, vocab_size: int) -> str | None:
     return _token_id_error(rows, vocab_size)
 
 
-def _num_logprobs(wanted: int | None, model: ModelConfig) -> int | None:
-    return None if wanted is None else 1 + min(wanted, model.vocab_size)
-
-
 LOGPROBS = SideKind(
     1,
     "log probabilities",
@@ -248,7 +244,7 @@ LOGPROBS = SideKind(
     "logprobs",
     num_ints=2,  # the token itself and the most likely ones, and the rank of the token itself
     is_wide=(True, False, True),
-    width=lambda sampling, _, model: _num_logprobs(sampling.num_candidates, model),
+    width=lambda sampling, _, model: None if (n := sampling.num_candidates) is None else 1 + min(n, model.vocab_size),
     value=lambda rows: _logprobs(rows).entries(),
     value_error=_logprob_error,
 )
@@ -259,7 +255,7 @@ PROMPT_LOGPROBS = SideKind(
     "prompt_logprobs",
     num_ints=2,
     is_wide=(True, False, True),
-    width=lambda sampling, _, model: _num_logprobs(sampling.prompt_logprobs, model),
+    width=lambda sampling, _, model: None if (n := sampling.prompt_logprobs) is None else 1 + min(n, model.vocab_size),
     value=_logprobs,
     # Values are not checked: a prompt's hidden states are known to be bad only when it samples, maybe in a later step.
     value_error=_token_id_error,

@@ -288,11 +288,16 @@ def side_fault(
         if (fault := rows.shape_error()) is not None:
             return f"{SIDE_KINDS[rows.kind].name if rows.kind in SIDE_KINDS else 'rows'}: {fault}"
         kind = SIDE_KINDS[rows.kind]
-        counts = _num_tokens(handles, result.counts) if kind.rows is RowsOf.TOKENS else {}
+        # The only loop over requests in steady decode, for those with log probabilities.
+        counts = _num_tokens(handles, result.counts) if kind.rows is RowsOf.TOKENS else None
+        member = record.member if record.rows else record.steady.get
         for handle, start, count, width in rows.spans:
-            request = record.member(handle)
+            request = member(handle)
             expected = None if request is None else kind.width(request.sampling, request.pooling, model)
-            span = None if request is None else _span(kind, record, request, counts)
+            if request is None or expected is None:
+                span = None
+            else:
+                span = _span(kind, record, request) if counts is None else (0, counts.get(handle, 0), True)
             if expected is None or span is None:
                 return f"{kind.name} for handle {handle}, which has none in this step"
             first, end, is_whole = span
@@ -301,12 +306,13 @@ def side_fault(
                 return f"{kind.name} of handle {handle}: {part}, expected rows {first} to {end} with {expected} values"
         if kind.value_error is not None:
             # Values of a lost request are not checked: its logits may not be finite.
-            valid = rows.first_rows([0 if handle in lost else count for handle, _, count, _ in rows.spans])
+            kept = [0 if handle in lost else count for handle, _, count, _ in rows.spans] if lost else None
+            valid = rows if kept is None else rows.first_rows(kept)
             if valid is not None and (fault := kind.value_error(valid, model.vocab_size)) is not None:
                 return fault
     if needs_pooled:
         found = find_rows(result.side, POOLED)
-        due = {row.request.handle for row in record.pooled if _span(POOLED, record, row.request, {})}
+        due = {row.request.handle for row in record.pooled if _span(POOLED, record, row.request)}
         if missing := due - lost - set(() if found is None else found.handles):
             return f"no pooled rows for handles {sorted(missing)[:8]}"
     return None
@@ -317,16 +323,12 @@ def _num_tokens(handles: Int32, counts: Int32 | None) -> dict[int, int]:
     return dict(zip(handles.tolist(), [1] * len(handles) if counts is None else counts.tolist(), strict=True))
 
 
-def _span(
-    kind: SideKind, record: InFlightStep, request: Request, num_tokens: dict[int, int]
-) -> tuple[int, int, bool] | None:
+def _span(kind: SideKind, record: InFlightStep, request: Request) -> tuple[int, int, bool] | None:
     """Return between which rows those of a request in a result are, and whether it has all of them; None: it has none.
 
-    ``num_tokens``: its number of tokens in the result.
+    Rows of tokens have no span of their own: they are as many as the tokens.
     """
     match kind.rows:
-        case RowsOf.TOKENS:
-            return (0, num_tokens[request.handle], True) if request.handle in num_tokens else None
         case RowsOf.PROMPT:
             return 1, request.num_prompt_tokens, False
         case RowsOf.POSITIONS:
@@ -340,3 +342,4 @@ def _span(
             if params.task == "token_embed":
                 return row.first, row.first + row.num_tokens, True
             return (0, 1, True) if row.pools else None
+    return None

@@ -55,7 +55,8 @@ class OutputCollector:
 
         Args:
             cut: position in ``sampled.handles`` → how many of its tokens count. Positions that are absent count all.
-            owners: for each of ``sampled.side``, the client of each of its parts, or None for a part that is dropped.
+            owners: for each of ``sampled.side``, the client of each of its parts, or None for a part that is dropped;
+                not used for rows of tokens, which go where the tokens go.
         """
         for rows, clients in zip(sampled.side, owners, strict=True):
             self._add_rows(sampled, cut, rows, clients)
@@ -76,7 +77,11 @@ class OutputCollector:
     def _add_rows(self, sampled: Sampled, cut: dict[int, int], rows: SideRows, owners: Sequence[int | None]) -> None:
         """Add the rows of one kind; those of tokens are cut with them."""
         counts = [count for _, _, count, _ in rows.spans]
-        if cut and SIDE_KINDS[rows.kind].rows is RowsOf.TOKENS:
+        if SIDE_KINDS[rows.kind].rows is RowsOf.TOKENS:
+            if not cut and self._only_client is not None:
+                self._client(self._only_client).side.append(rows)
+                return
+            owners = self._owners[rows.handles].tolist()
             kept = {int(sampled.handles[position]): count for position, count in cut.items()}
             counts = [kept.get(handle, count) for handle, count in zip(rows.handles, counts, strict=True)]
         for client in dict.fromkeys(owners):

@@ -4,6 +4,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.side_rows import SIDE_KINDS, RowsOf, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
@@ -126,7 +127,7 @@ class Results:
             if is_first and record.step > request.ignore_results_until and request.handle not in faults.bad:
                 self._decisions.follow(request, "first_token")
         # Before the endings: a request that ends with this result still gets its rows.
-        owners = [[self._owner(record, handle, faults) for handle in rows.handles] for rows in output.side]
+        owners = [self._owners(record, rows, faults) for rows in output.side]
         if record.pooled:
             self._end_pooled(record, faults)
         cut: dict[int, int] = {}
@@ -221,18 +222,21 @@ class Results:
                 self.core.num_without_tokens += 1
                 self.finish(request, EndReason.STOPPED)
 
-    def _owner(self, record: InFlightStep, handle: int, faults: _Faults) -> int | None:
-        """Return the client that gets the rows of a request beside its tokens; None if it gets none.
+    def _owners(self, record: InFlightStep, rows: SideRows, faults: _Faults) -> list[int | None]:
+        """Return the client that gets each part; none if its request has ended, computes the step again, or is lost.
 
-        It gets none if the request has ended, computes the step again, or is bad or failed.
+        Rows of tokens need no answer: they are cut with the tokens, and cost nothing in steady decode.
         """
-        request = record.member(handle)
-        if request is None or request.status.is_finished or record.step <= request.ignore_results_until:
-            return None
-        if handle in faults.bad or handle in faults.failed:
-            return None
-        self.outputs.introduce(request)
-        return request.client
+        owners: list[int | None] = []
+        for handle in () if SIDE_KINDS[rows.kind].rows is RowsOf.TOKENS else rows.handles:
+            request = record.member(handle)
+            is_gone = request is None or request.status.is_finished or record.step <= request.ignore_results_until
+            if request is None or is_gone or handle in faults.bad or handle in faults.failed:
+                owners.append(None)
+            else:
+                self.outputs.introduce(request)
+                owners.append(request.client)
+        return owners
 
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Subtract the positions of missing and rejected drafts."""
