@@ -46,7 +46,7 @@ def hash_algorithm(name: str) -> Callable[[], _Hash]:
     return xxh3_128
 
 
-class Feature(NamedTuple):
+class InputFeature(NamedTuple):
     """Non-token input at a range of positions, such as an image, identified by the hash of its content."""
 
     offset: int
@@ -91,7 +91,7 @@ class BlockHasher:
         self.hash_bytes = len(self._new().digest())
 
     def chain(
-        self, cache_salt: str = "", adapter: str = "", features: Sequence[Feature] = (), *, tenant: int = 0
+        self, cache_salt: str = "", adapter: str = "", features: Sequence[InputFeature] = (), *, tenant: int = 0
     ) -> "HashChain":
         """Return an empty chain. Only requests with the same salt, adapter and tenant can share a hash of it.
 
@@ -125,7 +125,7 @@ class HashChain:
     __slots__ = ("_features", "_hasher", "_root", "_size", "_state", "hashes", "salts")
 
     def __init__(
-        self, hasher: BlockHasher, state: _Hash, features: tuple[Feature, ...], salts: tuple[str, ...]
+        self, hasher: BlockHasher, state: _Hash, features: tuple[InputFeature, ...], salts: tuple[str, ...]
     ) -> None:
         self._hasher = hasher
         self._size = 4 * hasher.block_size

@@ -38,7 +38,7 @@ LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
 OnText = Callable[[int, str], None]
 
 
-class Calls:
+class OfflineCalls:
     """Checks the arguments of calls, numbers their requests, and runs them with the one client of the engine.
 
     Attributes:

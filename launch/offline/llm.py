@@ -19,7 +19,7 @@ from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
 from quire.launch.offline.blocking_client import BlockingClient
-from quire.launch.offline.calls import Calls, LoRAInput, OnText
+from quire.launch.offline.calls import LoRAInput, OfflineCalls, OnText
 from quire.launch.offline.engine_thread import EngineThread
 from quire.launch.offline.jobs import JobIds, jobs_for
 from quire.launch.offline.lora_request import LoRARequest, adapters_for
@@ -80,7 +80,7 @@ class LLM:
         markers = (config.thinking_start_token_ids, config.thinking_end_token_ids)
         text_in.protect(text_in.decode(ids, skip_special_tokens=False) for ids in markers)
         self._text_in = text_in
-        self._calls = Calls(config, text_in)
+        self._calls = OfflineCalls(config, text_in)
         self._pooling = PoolingCalls(self._calls.capabilities, self._calls.pool)
         parts = contextlib.ExitStack()
         self._end = weakref.finalize(self._calls, _end, os.getpid(), parts)

@@ -8,7 +8,7 @@ from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import Prompt, check_template_variables
 from quire.frontend.text.text_in import ChatOptions, TextIn
-from quire.launch.offline.calls import Calls
+from quire.launch.offline.calls import OfflineCalls
 from quire.launch.offline.prompt_input import PromptInput
 from quire.launch.offline.request_output import RequestOutput
 from quire.protocol.errors import InvalidRequest
@@ -24,7 +24,7 @@ class OfflineSession:
     the engine, and needs no ``close``.
     """
 
-    def __init__(self, calls: Calls, text_in: TextIn) -> None:
+    def __init__(self, calls: OfflineCalls, text_in: TextIn) -> None:
         self._name = calls.new_session_name()
         self._job = Job(self._name, hint="session")
         self._calls = calls

@@ -12,7 +12,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.endings import Ending, length_ending
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.features.beams.beams import BeamGroup, SearchEnding
-from quire.scheduler_proc.features.beams.search import Choice
+from quire.scheduler_proc.features.beams.search import BeamChoice
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -114,12 +114,12 @@ class RecordedEndings:
             return length_ending(request)
         return Ending(EndReason(recorded.reason), recorded.stop_reason, recorded.detail)
 
-    def search_outcome(self, group: BeamGroup) -> Choice | SearchEnding:
+    def search_outcome(self, group: BeamGroup) -> BeamChoice | SearchEnding:
         parents, recorded = self._parents.get(group.leader.handle), self._ended.get(group.leader.handle)
         if parents is not None:
             if not all(0 <= parent < len(group.beams) for parent in parents):
                 raise ValueError(f"a beam continues one that does not exist: {parents}")
-            return Choice(parents, [0] * len(parents))
+            return BeamChoice(parents, [0] * len(parents))
         if recorded is None:
             raise ValueError(f"beam search of handle {group.leader.handle} neither continues nor ends")
         ending = Ending(EndReason(recorded.reason), recorded.stop_reason, recorded.detail)

@@ -224,6 +224,7 @@ class StepsInFlight:
 
         O(1) while the batch is unchanged, because the same handles were already checked against it.
         """
+        # The same mapping object means the same members, because a shared batch is copied before it changes.
         if output.handles is None and record.only_steady and record.steady is self.verified:
             return
         received = handles.tolist()

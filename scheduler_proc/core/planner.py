@@ -88,9 +88,13 @@ class Planner:
     def _schedule_running(self, plan: StepPlan) -> None:
         """Schedule decoding requests, then partial prefills, each in order of admission."""
         evicted = self.kv.pool.num_evicted_blocks
+        # Steady decode takes a token for each of its members without asking. With fewer tokens than requests that would
+        # be decided by who joined, so all compete again in order of admission.
         if plan.budget < len(self.table.running):  # less than one token for each: the order of admission decides
             for request in list(self.steady_decode.batch.values()):
                 self.table.leave_steady(request)
+        # Before any row is scheduled: a request whose last token is in flight would get a row that nothing waits for,
+        # and would keep its place in the batch for a step longer.
         self.table.move_to_leaving()
         for before_rows in self.calls.before_rows:
             before_rows(plan)
@@ -122,6 +126,8 @@ class Planner:
         due = [r for r in due if r.block_step == plan.step]
         if not due:
             return
+        # Both conditions keep the order of allocation: with few blocks, or with other decodes, the last block must go
+        # to the request that was admitted first, whichever way it is scheduled.
         if self.decode_blocks.can_allocate(len(due)) and not table.to_compute()[1]:
             plan.grown, plan.new_blocks = due, self.decode_blocks.allocate(due)
             self.steady_decode.mark_handled(due, plan.step)
@@ -176,12 +182,16 @@ class Planner:
             if row.new_blocks is not None:
                 plan.add(row)
                 return
+            # Drafts are a guess. They are given up before anything is taken from another request for them.
             if row.num_drafts:
                 row.num_tokens, row.num_drafts = row.num_tokens - row.num_drafts, 0
                 continue
+            # What is kept for a waiting request can be loaded again; a preempted request computes all of its tokens
+            # again.
             if self.kv.holds.end_one_kept(request.handle):
                 continue
             victim, reason = self.preemption.victim()
+            # The request would preempt itself for blocks that will be free as soon as a copy is answered.
             if victim is request and self._yields(others_run=False):
                 return  # the blocks that copies in flight hold suffice, or the next try is without such copies
             self.preemption.preempt(victim, plan, request, reason)
@@ -206,6 +216,8 @@ class Planner:
         while self.table.waiting:
             request = self.table.waiting.peek_request()
             reason = WaitReason.PAUSED if pause else self.admission_obstacle(plan, request)
+            # One request that cannot be admitted stops those behind it. Otherwise small requests would pass a large one
+            # again and again, and it would never find enough blocks.
             if reason is not None and request in self.table.waiting:  # otherwise it is held: the next one may run
                 self._waits_for(plan, request, reason)
                 return
@@ -262,6 +274,8 @@ class Planner:
         request, come before anything is preempted for it; hits are looked up when there is a row; blocks are allocated
         last, because nothing gives them back when a later check fails.
         """
+        # A step that had to preempt has no room. Admitting in it would take the blocks that were just freed, and the
+        # next step would preempt once more.
         if len(plan.preempted) > plan.num_claimed and not others_preempted:
             return WaitReason.PREEMPTING
         if request.awaits_result:  # recently preempted: its token in flight belongs to the tokens to recompute

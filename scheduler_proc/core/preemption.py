@@ -27,6 +27,7 @@ class Preemption:
         The victim recomputes all its tokens except prefix cache hits. A victim over its account's share loses its
         place, because it would otherwise be ahead of the request that it was preempted for.
         """
+        # First of all: the row names blocks that are about to be free.
         plan.withdraw(victim)
         plan.preempted.append(victim)
         if victim is beneficiary:
@@ -46,6 +47,8 @@ class Preemption:
         request of an account with more than its share goes first, although its loss may cost more.
         """
         equals = self._of_lowest_priority(self._table.running.values())
+        # Without a request that is never preempted, two requests that do not fit together would preempt each other for
+        # ever.
         oldest = min(equals, key=self._table.waiting.key)
         candidates = [request for request in equals if request is not oldest] or equals
         by_priority = self._table.waiting.policy == "priority"

@@ -82,6 +82,8 @@ class RequestTable:
     def start(self, request: Request) -> None:
         """Move a waiting request to ``running``."""
         self.waiting.take_request(request)
+        # A number of its own, because the order of a dictionary is lost when a request leaves steady decode and returns
+        # to ``unsteady``.
         request.order = self._num_admitted = self._num_admitted + 1
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
@@ -154,6 +156,7 @@ class RequestTable:
         else:
             self.waiting.remove_request(request)
         request.status = status
+        # Not free yet: a diff in flight may name the handle, and a new request with it would get the old one's tokens.
         self.retire(request.handle)
         self.stops.remove(request.stop_tokens)
         del self.requests[request.client, request.request_id]

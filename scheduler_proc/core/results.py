@@ -115,9 +115,14 @@ class Results:
                 if handle in self.steady_decode.batch:
                     # Must happen before the result is recorded: the token of such a row is not valid.
                     self.table.leave_steady(self.steady_decode.batch[handle])
+            # Before the record is removed and tokens are stored: readers are found by the blocks and tokens that they
+            # had when the step ran.
             self._preempt_readers(record, faults)
         self.in_flight.records.popleft()
+        # One assignment stores the tokens of all rows in steady decode. What follows looks only at rows outside of it,
+        # and at those whose token may end them.
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
+        # Before tokens are appended, so that a request which ends here counts no step in flight that was answered.
         self._acknowledge(record, output)
         self.outputs.begin_result()
         for request in (r.request for r in record.rows.values() if r.samples and not r.request.status.is_finished):
@@ -301,6 +306,8 @@ class Results:
         for request in self.table.requests.values():
             request.forget_in_flight()
         for record in self.in_flight.drop_all():
+            # Handles of ended requests are free only when a step that removes them is answered, and these steps will
+            # not be.
             self.table.retire_later(record.retired)
         self.steady_decode.clock.acknowledged = last
 
@@ -331,6 +338,7 @@ class Results:
         request = self._client_request(request)
         self.table.leave_steady(request)
         if request.status is RequestStatus.RUNNING:
+            # After an error the contents are not trusted.
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
             kept_as = next(filter(None, (keeps_as(request, reason) for keeps_as in self._calls.keeps_as)), 0)

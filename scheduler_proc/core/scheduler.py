@@ -195,6 +195,8 @@ class BareScheduler:
         self.stats.num_worker_restarts += new_workers
         for before_epoch in self.core.calls.before_epoch:
             before_epoch(new_workers=new_workers)
+        # Requests return to the queue first, since contents can only be dropped when no request holds a block; features
+        # come last, because they decide with the queue as it then is.
         self.results.drop_steps(self.last_step)
         self.kv.drop_device_contents()
         if new_workers:
@@ -311,8 +313,10 @@ class BareScheduler:
         table, step, calls = self.table, plan.step, self.core.calls
         scheduled, running = len(plan.rows) + len(self.steady_decode.batch), len(table.running)
         assert scheduled <= running, f"{scheduled} requests in a step while {running} run"
+        # Before any request advances, since the diff says where each row was.
         diff = build_diff(plan, table.unsteady.values(), table.take_removed(), self.kv, calls)
         record = InFlightStep(step, plan.rows, table.take_retired(), self.config.step_tokens - plan.budget)
+        # Before the rows are counted: a request that joins steady decode counts its steps from this one.
         self.steady_decode.clock.sent = step
         for row in plan.rows.values():
             request = row.request
@@ -328,6 +332,7 @@ class BareScheduler:
                 record.awaits_inputs |= request.has_grammar
         if record.awaits_inputs:
             diff = msgspec.structs.replace(diff, awaits_sample_inputs=True)
+        # After all rows, because some of them have joined steady decode with this step.
         record.steady = self.steady_decode.share_batch()
         self.in_flight.records.append(record)
         for request in plan.last:

@@ -65,11 +65,14 @@ class Suspects(Feature):
         total = self._core.num_results
         present = [request for request in found.values() if not request.status.is_finished]
         alone = self.alone if len(present) == 1 else None
+        # A result between two deaths shows that the workers can work: only deaths without any in between speak against
+        # what all of them had in common.
         quiet, self._total = total == self._total, total
         # Entries of requests outside of these steps stay: their turn to run alone may still come.
         self._entries = {handle: entry for handle, entry in self._entries.items() if self._still_counts(entry)}
         for request in present:
             entry = self._entries.get(request.handle)
+            # Handles are used again, so the entry may be that of an earlier request.
             if entry is None or entry.request is not request:
                 self._entries[request.handle] = _Entry(request, request.num_tokens)
                 continue

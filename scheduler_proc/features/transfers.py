@@ -147,6 +147,8 @@ class Transfers(Feature):
         if self._join(request):
             return LoadChoice("load")
         kv = self._kv
+        # A load that is late shows that the tier does not answer. Others would wait for it too, each until its own
+        # limit.
         if not kv.tiers or self._num_late_open or request.handle in self._late:
             return None
         found = find_contents(kv, request)
@@ -221,9 +223,12 @@ class Transfers(Feature):
 
     def _load(self, found: FoundContents, choice: LoadChoice, tenant: int) -> Load:
         kv = self._kv
+        # The hits on the device are held with the targets: they come before what is loaded, which would be useless
+        # without them.
         hold, targets = kv.holds.hold_targets(found.cached, len(found.pages), tenant)
         tiers, pages = zip(*found.pages, strict=True)
         for tier in kv.tiers:
+            # A page that is read must not be filled with another content meanwhile.
             tier.pages.touch(page for of, page in found.pages if of is tier)
         load = Load(self._numbers.next(), targets, found.pages, found.keys, hold, choice)
         self._open[load.number] = load
@@ -262,8 +267,12 @@ class Transfers(Feature):
             self._core.stats.num_stray_messages += 1
             return
         if load.request is not None:
+            # Remembered until the request ends: it would otherwise be offered the same load at its next look-up, and
+            # wait once more.
             self._late.add(load.request.handle)
             self.stop_waiting(load.request)
+        # The load stays open: the copy may still write to its blocks, which must not be given to others before it is
+        # answered.
         load.is_late = True
         self._num_late_open += 1
         for name in {tier.name for tier, _ in load.pages}:
@@ -331,6 +340,7 @@ class Transfers(Feature):
             if of_tier and not bad:  # a page that is refused or missing takes another time
                 self.costs.load_took(tier.name, len(of_tier), seconds)
             for at in bad:
+                # The page may have been filled with another content since, whose name must stay.
                 if not load.is_void and load.pages[at][1].block_hash == load.keys[at]:
                     tier.pages.invalidate(load.keys[at])
         good = [] if load.is_void else [at for at in range(len(load.pages)) if at not in failed]

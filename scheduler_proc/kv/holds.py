@@ -9,7 +9,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 
 
 @dataclass(slots=True)
-class Hold:
+class BlockHold:
     """Blocks with one holder.
 
     Attributes:
@@ -34,7 +34,7 @@ class Holds:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._holds: dict[int, Hold] = {}
+        self._holds: dict[int, BlockHold] = {}
         self._kept: dict[int, int] = {}
         """Handle to the number of what is kept for it."""
         self._last = 0
@@ -50,7 +50,7 @@ class Holds:
     def hold_sources(self, blocks: Sequence[KVCacheBlock]) -> int:
         """Hold free cached blocks, which will be copied. Returns the hold's number."""
         places = self._pool.begin_copy(blocks)
-        return self._add(Hold(list(blocks), 0, is_source=True, places=places))
+        return self._add(BlockHold(list(blocks), 0, is_source=True, places=places))
 
     def hold_targets(self, cached: Sequence[KVCacheBlock], num_new: int, tenant: int) -> tuple[int, list[KVCacheBlock]]:
         """Hold cached blocks, and allocate ``num_new`` to copy to; enough must be free.
@@ -62,7 +62,7 @@ class Holds:
         # Hits are held before the new blocks are taken, which could evict them otherwise.
         self._pool.touch(cached)
         new = self._pool.get_new_blocks(num_new)
-        return self._add(Hold([*cached, *new], tenant)), new
+        return self._add(BlockHold([*cached, *new], tenant)), new
 
     def end(self, number: int) -> None:
         """Release the blocks of a hold."""
@@ -107,7 +107,7 @@ class Holds:
         assert kept == self._kept, "wrong index of kept blocks"
         assert self._kept.keys() <= handles, "blocks are kept for requests that do not wait"
 
-    def _add(self, hold: Hold) -> int:
+    def _add(self, hold: BlockHold) -> int:
         self._last += 1
         self._holds[self._last] = hold
         return self._last

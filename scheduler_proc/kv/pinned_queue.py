@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
-from quire.scheduler_proc.kv.releases import Freed, Line, Releases
+from quire.scheduler_proc.kv.releases import Freed, ReleaseLine, Releases
 
 
 class PinnedFreeQueue(FreeKVCacheBlockQueue):
@@ -23,8 +23,8 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
     def __init__(self, blocks: Sequence[KVCacheBlock], releases: Releases) -> None:
         self._releases = releases
         self._uncached = FreeKVCacheBlockQueue(())
-        self._line = Line()
-        self._pinned: dict[int, Line] = {}
+        self._line = ReleaseLine()
+        self._pinned: dict[int, ReleaseLine] = {}
         """By pin, its releases; or an empty line, until there are many of these."""
         self._most_pinned = 64
         self.num_free_blocks = 0
@@ -68,7 +68,7 @@ class PinnedFreeQueue(FreeKVCacheBlockQueue):
         """Put a release with blocks into its line."""
         line = self._line
         if freed.pin:
-            line = self._pinned.setdefault(freed.pin, Line(self._line))
+            line = self._pinned.setdefault(freed.pin, ReleaseLine(self._line))
         line.add(freed)
         # Empty lines are dropped in bulk, when their number has doubled. Dropping a line when its last block leaves
         # would look for it at each hit; never dropping it was a leak of one line per pin that has ended.

@@ -27,7 +27,7 @@ class Freed:
         self.order, self.pin = order, pin
         self.blocks = FreeKVCacheBlockQueue(())
         self.num_out = 0
-        self.line: Line | None = None
+        self.line: ReleaseLine | None = None
 
 
 class Releases:
@@ -103,10 +103,10 @@ class Releases:
                 assert freed.blocks.num_free_blocks or freed.num_out, f"pin {pin} has an empty release"
 
 
-class Line:
+class ReleaseLine:
     """Releases by age, the oldest first. Skips those that are empty or have moved to another line."""
 
-    def __init__(self, unpinned: "Line | None" = None) -> None:
+    def __init__(self, unpinned: "ReleaseLine | None" = None) -> None:
         """``unpinned``: the line into which its releases move without their pin."""
         self.unpinned = unpinned
         self._entries: list[Freed] = []

@@ -66,7 +66,7 @@ def move_blocks(
     )
 
 
-class Route:
+class SaveRoute:
     """The way from a pool to the tier that keeps what the pool evicts.
 
     Attributes:
@@ -109,7 +109,7 @@ class Save:
     """
 
     number: int
-    route: Route
+    route: SaveRoute
     blocks: list[KVCacheBlock]
     pages: list[KVCacheBlock]
     keys: list[bytes]
@@ -133,7 +133,7 @@ class Saves:
         """Those to disk that wait for the result of the step that wrote their content."""
         self._messages: list[MoveBlocks] = []
         of_a_step = -(-config.max_num_batched_tokens // kv.block_size) * len(kv.coordinator.managers)
-        self.routes: list[Route] = []
+        self.routes: list[SaveRoute] = []
         # Each tier is filled from the one before it, so contents move down one step at a time and nothing is written to
         # disk that host memory would have kept.
         source: Tier | None = None
@@ -144,7 +144,7 @@ class Saves:
             # pool is what requests can do without.
             most_held = 0.25 if source is None and target.is_slow else 0.5
             choice = StoreChoice(pool, target, of_a_step, config.pipeline_depth, most_held)
-            self.routes.append(Route(pool, holds, target, choice, source))
+            self.routes.append(SaveRoute(pool, holds, target, choice, source))
             source = target
 
     def __len__(self) -> int:
@@ -187,7 +187,7 @@ class Saves:
                 self._send(save)
         return planned
 
-    def _begin(self, route: Route, sent: int) -> Save | None:
+    def _begin(self, route: SaveRoute, sent: int) -> Save | None:
         target = route.target
         if not target.is_open or (route.is_stopped and sent < route.retry_at):
             return None

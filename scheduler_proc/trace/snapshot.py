@@ -73,7 +73,7 @@ class Column(msgspec.Struct, array_like=True, frozen=True, omit_defaults=True):
     data: list[bytes] = []
 
 
-class Table(msgspec.Struct, array_like=True, frozen=True):
+class ObjectTable(msgspec.Struct, array_like=True, frozen=True):
     """Objects of one class, which have successive numbers.
 
     Attributes:
@@ -100,7 +100,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     max_num_batched_tokens: int
-    tables: list[Table]
+    tables: list[ObjectTable]
     pools: list[PoolState]
 
 
@@ -168,7 +168,7 @@ class _Writer:
         self._public_forms: list[Any] = []
         self._is_state: dict[type, bool] = {}
 
-    def tables(self, scheduler: Scheduler) -> list[Table]:
+    def tables(self, scheduler: Scheduler) -> list[ObjectTable]:
         self._column([scheduler])
         return [self._table(kind, objects) for kind, objects in self.found]  # grows meanwhile
 
@@ -204,7 +204,7 @@ class _Writer:
                 self.found.append((kind, list(found.values())))
         return numbers
 
-    def _table(self, kind: Any, objects: list[Any]) -> Table:
+    def _table(self, kind: Any, objects: list[Any]) -> ObjectTable:
         name, fields = state_name(kind), list[str]()
         if kind in _NAMES:
             name, columns = _NAMES[kind], self._contents(kind, objects)
@@ -233,7 +233,7 @@ class _Writer:
                 objects = list(map(self._public, objects))
                 self._public_forms += objects
             fields, columns = self._fields(objects)
-        return Table(name, len(objects), fields, columns)
+        return ObjectTable(name, len(objects), fields, columns)
 
     def _contents(self, kind: Any, containers: list[Any]) -> list[Column]:
         if kind is FreeKVCacheBlockQueue:

@@ -28,9 +28,9 @@ from quire.scheduler_proc.trace.snapshot import (
     CONTAINERS,
     SENTINEL,
     Column,
+    ObjectTable,
     PoolState,
     Snapshot,
-    Table,
     Value,
     objects_of,
     pools_of,
@@ -50,6 +50,12 @@ _PACKAGES = (
 """Those with the classes of the state: they have no side effects."""
 _RENAMED = {
     "choice.Choice": "choice.LoadChoice",
+    "holds.Hold": "holds.BlockHold",
+    "releases.Line": "releases.ReleaseLine",
+    "saves.Route": "saves.SaveRoute",
+    "search.Choice": "search.BeamChoice",
+    "tools.Choice": "tools.KeepChoice",
+    "turns.Turns": "turns.AdapterTurns",
     "statistics.LoadCounts": "transfers.LoadCounts",
     "step.StepRow.forked_from": "shares_with",
     "tenants.TenantShares": "tenants.Tenants",
@@ -111,7 +117,7 @@ class _Row:
 
     __slots__ = ("at", "begin", "end", "table")
 
-    def __init__(self, table: Table, at: int, begin: int, end: int) -> None:
+    def __init__(self, table: ObjectTable, at: int, begin: int, end: int) -> None:
         self.table, self.at, self.begin, self.end = table, at, begin, end
 
 
@@ -146,7 +152,7 @@ class _Reader:
         size: Any = counts.values[row.at]
         return self._make_tokens(next(self._live, None), size, hashes.data[row.begin : row.end])
 
-    def _match_classes(self, tables: list[Table]) -> None:
+    def _match_classes(self, tables: list[ObjectTable]) -> None:
         """Note which objects become the Scheduler's only ones of their class."""
         only = {kind: objects[0] for kind, objects in objects_of(self._scheduler).items() if len(objects) == 1}
         counts = Counter[str]()
@@ -258,7 +264,7 @@ class _Reader:
             made.extend(values)
 
 
-def _rows(table: Table) -> Iterator[_Row]:
+def _rows(table: ObjectTable) -> Iterator[_Row]:
     ends = [0] * table.num_objects
     if table.name in CONTAINERS or table.name == "tokens":
         lengths: Any = table.columns[0].values

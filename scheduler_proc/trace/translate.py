@@ -40,7 +40,7 @@ from quire.scheduler_proc.trace.lines import (
     Tick,
     WorkerEpoch,
 )
-from quire.scheduler_proc.trace.snapshot import Column, PoolState, Table, take
+from quire.scheduler_proc.trace.snapshot import Column, ObjectTable, PoolState, take
 
 Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]], dict[str, tuple[int, int, int]]]
 """Running requests, waiting requests, free blocks, cached blocks, (job id, blocks) of each pin, and ``tier_blocks``."""
@@ -82,7 +82,7 @@ def keyframe_line(now: float, scheduler: Scheduler, header: TraceHeader) -> Keyf
     tables = [
         table
         if table.name == "ndarray"
-        else Table(
+        else ObjectTable(
             table.name,
             table.num_objects,
             table.fields,

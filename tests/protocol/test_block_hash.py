@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from quire.protocol.block_hash import (
     CHUNK_BLOCKS,
     BlockHasher,
-    Feature,
     HashMemo,
+    InputFeature,
     group_key,
     hash_algorithm,
     prompt_hashes,
@@ -137,19 +137,19 @@ def test_block_hashes_cover_content_and_position_of_features() -> None:
     tokens = list(range(20))
     plain = hashes(tokens)
 
-    def same_as_plain(*features: Feature) -> list[bool]:
+    def same_as_plain(*features: InputFeature) -> list[bool]:
         return [a == b for a, b in zip(hashes(tokens, features=features), plain, strict=True)]
 
-    image = Feature(offset=6, length=3, content_hash=b"image")
+    image = InputFeature(offset=6, length=3, content_hash=b"image")
     assert same_as_plain(image) == [True, False, False, False, False]
-    assert same_as_plain(Feature(8, 1, b"image")) == [True, True, False, False, False]
-    others = [Feature(6, 3, b"other"), Feature(7, 2, b"image"), image]
+    assert same_as_plain(InputFeature(8, 1, b"image")) == [True, True, False, False, False]
+    others = [InputFeature(6, 3, b"other"), InputFeature(7, 2, b"image"), image]
     seen = {tuple(hashes(tokens, features=[feature])) for feature in others}
     assert len(seen) == 3
     assert hashes(tokens, features=[image]) == hashes(tokens, features=[image])
-    two = [Feature(0, 2, b"a"), Feature(2, 2, b"b")]
+    two = [InputFeature(0, 2, b"a"), InputFeature(2, 2, b"b")]
     assert hashes(tokens, features=two) == hashes(tokens, features=two[::-1])
-    assert hashes(tokens, features=two) != hashes(tokens, features=[Feature(0, 2, b"b"), Feature(2, 2, b"a")])
+    assert hashes(tokens, features=two) != hashes(tokens, features=[InputFeature(0, 2, b"b"), InputFeature(2, 2, b"a")])
 
 
 def test_prompt_hashes_equal_the_engines() -> None:

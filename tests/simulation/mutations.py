@@ -221,12 +221,12 @@ def _hits_of_any_adapter() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _no_turns() -> Iterator[None]:
-    real = turns.Turns.__init__
+    real = turns.AdapterTurns.__init__
 
     def __init__(self: Any, max_active: int, clock: Any) -> None:
         real(self, 100, clock)
 
-    with mock.patch.object(turns.Turns, "__init__", __init__):
+    with mock.patch.object(turns.AdapterTurns, "__init__", __init__):
         yield
 
 

@@ -18,8 +18,8 @@ from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.text.pooling.comparisons import Comparison, compare, compare_documents
 from quire.frontend.text.pooling.inputs import (
-    Conversation,
     InputEncoder,
+    PoolingConversation,
     PoolingInput,
     Truncation,
     pooling_params,
@@ -116,7 +116,7 @@ class PoolingParser:
         if body.messages is not None:
             if body.input is not None:
                 raise InvalidRequest("input and messages cannot be combined", "messages")
-            conversation: PoolingInput = Conversation(*self.parser.conversation(body))
+            conversation: PoolingInput = PoolingConversation(*self.parser.conversation(body))
             return self._request(body, [conversation], lambda i: "messages", params.task, ignored, params)
         if body.input is None:
             raise InvalidRequest("input is required", "input", "missing_required_parameter")

@@ -31,14 +31,14 @@ COMPARED = 4
 """Tokens of two texts that are both too long, as a multiple of their limit, by which the longer one is found."""
 
 
-class Conversation(NamedTuple):
+class PoolingConversation(NamedTuple):
     """Messages that are rendered with the chat template."""
 
     messages: list[Message]
     options: ChatOptions
 
 
-PoolingInput: TypeAlias = str | ChatText | list[int] | TextPair | Conversation
+PoolingInput: TypeAlias = str | ChatText | list[int] | TextPair | PoolingConversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class InputEncoder:
                 return self._judged_ids(given, truncation, param), 0
             case TextPair():
                 return self._pair_ids(given, truncation, param, special)
-            case Conversation():
+            case PoolingConversation():
                 # Each part of a rendered conversation has a meaning: its length is limited before it is cut.
                 ids = self.text_in.encode_chat(*given, self.limits.max_model_len)
                 return (ids if truncation.most is None else cut(ids, truncation.most, truncation.side)), 0

@@ -16,7 +16,7 @@ from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Handler, Refusal
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
-from quire.scheduler_proc.features.adapters.turns import Turns
+from quire.scheduler_proc.features.adapters.turns import AdapterTurns
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Adapter, Request, RequestStatus
 
@@ -53,7 +53,7 @@ class Adapters(Feature):
             )
         self._table, self._clock, self._note = core.table, core.clock, core.decisions.note
         self.slots = AdapterSlots(num_slots, config.max_cpu_loras, self._clock)
-        self.turns = Turns(config.max_loras, self._clock)
+        self.turns = AdapterTurns(config.max_loras, self._clock)
         self._wanted: dict[int, Adapter] = {}
         """Adapters with requests and without a slot, by number, in the order in which they lacked one."""
         self._loads: list[LoadAdapter] = []

@@ -5,7 +5,7 @@ from quire.scheduler_proc.requests.request import Adapter, Request
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 
-class Turns:
+class AdapterTurns:
     """Gives adapters their turns.
 
     While running requests use at most ``max_active`` adapters, each of these has a turn that does not end, and a step

@@ -13,7 +13,7 @@ from quire.scheduler_proc.core.endings import Ending, Endings
 from quire.scheduler_proc.core.feature import Feature, Refusal
 from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.core.step import StepPlan
-from quire.scheduler_proc.features.beams.search import BeamSearch, Candidates, Choice
+from quire.scheduler_proc.features.beams.search import BeamChoice, BeamSearch, Candidates
 from quire.scheduler_proc.features.forks import Forks
 from quire.scheduler_proc.requests.hooks import NO_HOOKS
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
@@ -54,12 +54,12 @@ class BeamGroup:
 class SearchEndings(Protocol):
     """Endings that are not decided by the tokens, but recorded, and how searches continued."""
 
-    def search_outcome(self, group: BeamGroup) -> Choice | SearchEnding:
+    def search_outcome(self, group: BeamGroup) -> BeamChoice | SearchEnding:
         """Return how a search continues of which all beams have a result."""
         ...
 
 
-def search_outcome(group: BeamGroup) -> Choice | SearchEnding:
+def search_outcome(group: BeamGroup) -> BeamChoice | SearchEnding:
     """Return how a search continues of which all beams have a result, by their candidates."""
     choice = group.search.step([group.answered[beam.handle] for beam in group.beams])
     if choice is not None:
@@ -131,8 +131,8 @@ class Beams(Feature):
             self._continue_search(group, decide(group))
         return True
 
-    def _continue_search(self, group: BeamGroup, outcome: Choice | SearchEnding) -> None:
-        if isinstance(outcome, Choice):
+    def _continue_search(self, group: BeamGroup, outcome: BeamChoice | SearchEnding) -> None:
+        if isinstance(outcome, BeamChoice):
             self.advance(group, outcome)
             self._core.hooks.beams_chosen(group.leader.handle, outcome.parents)
             return
@@ -142,7 +142,7 @@ class Beams(Feature):
             group.leader, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail, num_output_tokens=counted
         )
 
-    def advance(self, group: BeamGroup, choice: Choice) -> None:
+    def advance(self, group: BeamGroup, choice: BeamChoice) -> None:
         """Continue a search of which all beams have a result."""
         old, length = group.beams, group.beams[0].num_tokens
         group.answered.clear()

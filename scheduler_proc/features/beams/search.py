@@ -16,7 +16,7 @@ Candidates = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BeamChoice:
     """The next beams: beam i continues beam ``parents[i]`` with ``tokens[i]``. The best one is first."""
 
     parents: list[int]
@@ -39,11 +39,11 @@ class BeamSearch:
         self._most = max_output_tokens
         self._logprobs = [0.0]
         """The sum of the log probabilities of each beam's output so far."""
-        self._choices: list[Choice] = []
+        self._choices: list[BeamChoice] = []
         self.ended: list[Hypothesis] = []
         """The best first; complete when ``step`` has returned None."""
 
-    def step(self, candidates: Sequence[Candidates]) -> Choice | None:
+    def step(self, candidates: Sequence[Candidates]) -> BeamChoice | None:
         """Choose the next beams; return None when the search has ended.
 
         Args:
@@ -70,7 +70,7 @@ class BeamSearch:
         if not kept or self._is_done(length, kept[0][0]):
             return None
         self._logprobs = [logprob for logprob, _, _ in kept]
-        self._choices.append(Choice([parent for _, parent, _ in kept], [token for _, _, token in kept]))
+        self._choices.append(BeamChoice([parent for _, parent, _ in kept], [token for _, _, token in kept]))
         return self._choices[-1]
 
     def _output(self, beam: int, token: int) -> list[int]:

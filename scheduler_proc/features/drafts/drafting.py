@@ -123,6 +123,8 @@ class DraftController:
                 numbers[index] = 0
         if self._drafting:
             self._set_threshold(num_decoding + gain, drafts, num_decoding)
+        # Steps of other sizes are forced now and then. If all steps had the number of drafts that seems best, nothing
+        # would show what another number costs.
         if step % LOOK_INTERVAL == LOOK_INTERVAL // 2:
             return [number // 2 for number in numbers] if step // LOOK_INTERVAL % 2 else [0] * len(numbers)
         return numbers

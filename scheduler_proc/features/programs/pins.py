@@ -13,7 +13,7 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.scheduler_proc.costs.costs import Costs, Prefill
 from quire.scheduler_proc.features.programs.demand import Demand
-from quire.scheduler_proc.features.programs.tools import MAX_TOOLS, Choice, PauseEstimator, ToolPauses
+from quire.scheduler_proc.features.programs.tools import MAX_TOOLS, KeepChoice, PauseEstimator, ToolPauses
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Program, Request
@@ -227,7 +227,7 @@ class Pins:
             seconds = choice.seconds if pause.tool else max(choice.seconds, TOOL_S)
         except (ArithmeticError, LookupError, ValueError) as error:
             self._failed(error)
-            choice, seconds = Choice(0.0), 0.0
+            choice, seconds = KeepChoice(0.0), 0.0
         pause.until = pause.since + seconds
         heappush(self._due, (pause.until, pause.number))
         self.chosen.pop(pause.tool, None)

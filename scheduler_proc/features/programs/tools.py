@@ -19,7 +19,7 @@ EDGES = tuple(accumulate((1.189207115002721,) * 66, float.__mul__, initial=0.05)
 """Upper edges of the intervals in which pauses are counted, in seconds: four per doubling, from 0.05 s to 4600 s."""
 
 
-class Choice(NamedTuple):
+class KeepChoice(NamedTuple):
     """How long the blocks of a program are kept.
 
     Attributes:
@@ -44,7 +44,7 @@ class PauseEstimator(Protocol):
         """Note that a pause lasts longer than the blocks were kept for it; it may never end."""
         ...
 
-    def choose(self, tool: str, benefit: float, cost: float) -> Choice:
+    def choose(self, tool: str, benefit: float, cost: float) -> KeepChoice:
         """Return the time for which the expected benefit exceeds the expected cost by most.
 
         Args:
@@ -86,9 +86,9 @@ class PauseCounts:
             self._num_open //= 2
             self.total = sum(self._counts) + self._num_open
 
-    def best(self, benefit: float, cost: float) -> Choice:
+    def best(self, benefit: float, cost: float) -> KeepChoice:
         """See ``PauseEstimator.choose``. There must be a pause."""
-        best, choice = 0.0, Choice(0.0, 0.0, self.total)
+        best, choice = 0.0, KeepChoice(0.0, 0.0, self.total)
         counts, total = self._counts, self.total + NUM_ENDLESS
         num_ended, held, start = 0.0, 0.0, 0.0
         for at, edge in enumerate(EDGES):
@@ -101,7 +101,7 @@ class PauseCounts:
             held += (edge - start) * (left - count / 2)
             num_ended += count
             if count and (gain := benefit * num_ended - cost * held) > best:
-                best, choice = gain, Choice(edge, num_ended / total, self.total)
+                best, choice = gain, KeepChoice(edge, num_ended / total, self.total)
             start = edge
         return choice
 
@@ -129,11 +129,11 @@ class ToolPauses:
         for counts in (self._all, self._counts(tool)):
             counts.add_open()
 
-    def choose(self, tool: str, benefit: float, cost: float) -> Choice:
+    def choose(self, tool: str, benefit: float, cost: float) -> KeepChoice:
         own = self._tools.get(tool)
         counts = self._all if own is None or own.total < MIN_PAUSES else own
         if counts.total < MIN_PAUSES:
-            return Choice(DEFAULT_S if benefit > cost * DEFAULT_S else 0.0)
+            return KeepChoice(DEFAULT_S if benefit > cost * DEFAULT_S else 0.0)
         return counts.best(benefit, cost)
 
     def _counts(self, tool: str) -> PauseCounts:

@@ -16,7 +16,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.fair_pool import FairBlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.pinned_queue import PinnedFreeQueue
-from quire.scheduler_proc.kv.releases import Line, Releases
+from quire.scheduler_proc.kv.releases import ReleaseLine, Releases
 
 POOLS: list[Callable[..., BlockPool]] = [BlockPool, FairBlockPool]
 
@@ -117,7 +117,7 @@ def test_pins_that_have_ended_leave_nothing() -> None:
     """As long as unpinned contents are evicted first, no eviction looks at the pins."""
 
     def num_lines() -> int:
-        return sum(type(each) is Line for each in gc.get_objects())
+        return sum(type(each) is ReleaseLine for each in gc.get_objects())
 
     kv, before = managed(40), num_lines()
     for pin in range(1, 400):
