@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from typing import Any, Protocol, assert_never
 
-import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
+from msgspec.structs import replace as change
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Rejected
@@ -47,7 +48,7 @@ from quire.scheduler_proc.trace.lines import (
     Tick,
     WorkerEpoch,
 )
-from quire.scheduler_proc.trace.translate import decision_line, hit_line, reasons_of, tier_blocks
+from quire.scheduler_proc.trace.translate import counts_of, decision_line, hit_line, reasons_of, snapshot_line
 
 MAX_BLOCKS = 2**26
 IMPOSSIBLE = (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError)
@@ -328,7 +329,7 @@ class _Replay:
         running = self.scheduler.table.running
         priorities = [running[row.handle].priority for row in diff.new_requests]
         decided = decision_line(line.now, diff, priorities, self._reasons(), line.hashes)
-        msgspec.structs.force_setattr(decided, "crc", line.crc)  # not shared yet; a copy is expensive
+        force_setattr(decided, "crc", line.crc)  # not shared yet; a copy is expensive
         return decided
 
     def _reasons(self) -> list[Reason]:
@@ -356,25 +357,16 @@ class _Replay:
         self._admissions.clear()
 
     def _compare_snapshot(self, line: StepSnapshot) -> None:
-        table, pool = self.scheduler.table, self.scheduler.kv.pool
-        now: dict[str, object] = {
-            "step": self._step + 1,
-            "running": len(table.running) + len(table.leaving),
-            "waiting": table.num_waiting,
-            "free_blocks": pool.num_free_blocks,
-            "total_blocks": pool.num_usable_blocks,
-            "gpu_cached_blocks": pool.num_cached_blocks,
-            "num_pinned": len(self.scheduler.kv.pins),
-        }
-        now |= {"tiers": tier_blocks(self.scheduler.kv.tiers)} if self._header.version > 2 else {}
-        for field, decided in now.items():
-            compare(field, getattr(line, field), decided)
+        decided = snapshot_line(line.now, self._step + 1, counts_of(self.scheduler))
+        if self._header.version < 3:  # without the parts of tiers and the blocks of pins
+            decided = change(decided, tiers={}, pinned_blocks=line.pinned_blocks, pinned_job_ids=line.pinned_job_ids)
+        compare("", change(line, crc=None), decided)
 
     def _compare_header(self, line: Header) -> None:
         """Compare the header of a later file: the engine is the same, but its token budget may have been halved."""
         first = self._header
         most = first.config.max_num_batched_tokens
-        compare("config", msgspec.structs.replace(line.config, max_num_batched_tokens=most), first.config)
+        compare("config", change(line.config, max_num_batched_tokens=most), first.config)
         for field in ("kv_layout", "num_blocks", "num_host_pages", "num_disk_pages", "costs"):
             compare(field, getattr(line, field), getattr(first, field))
 

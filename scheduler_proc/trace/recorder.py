@@ -1,7 +1,8 @@
 """Makes the lines of a trace from a Scheduler's events and decisions. Takes no decision and writes no file."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, Control, EndReason
@@ -11,13 +12,13 @@ from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import Record, RecordKind, TraceHeader
-from quire.scheduler_proc.trace.lines import Line
+from quire.scheduler_proc.trace.lines import ClientDropped, Line, WorkerEpoch
 from quire.scheduler_proc.trace.snapshot import decode_snapshot
 from quire.scheduler_proc.trace.snapshot_reader import continue_from
 from quire.scheduler_proc.trace.translate import (
-    Counts,
+    NO_COUNTS,
     arrival_line,
-    client_dropped_line,
+    counts_of,
     event_line,
     hit_line,
     keyframe_line,
@@ -26,22 +27,15 @@ from quire.scheduler_proc.trace.translate import (
     snapshot_line,
     step_line,
     tick_line,
-    tier_blocks,
-    worker_epoch_line,
 )
 
-PendingLine = tuple[Callable[..., Line], tuple[Any, ...]]
-"""The function that makes a line, and its arguments."""
+PendingLine: TypeAlias = Callable[[], Line]
+"""Makes a line. A loop that has no time for it now makes many at once later."""
 
 
 def make_immediately(sink: Callable[[Line], None]) -> Callable[[PendingLine], None]:
     """Return a ``put`` that makes each line immediately and passes it to ``sink``."""
-
-    def put(line: PendingLine) -> None:
-        make, parts = line
-        sink(make(*parts))
-
-    return put
+    return lambda line: sink(line())
 
 
 class TraceRecorder:
@@ -65,45 +59,41 @@ class TraceRecorder:
             prompts: whether arrivals have their token ids.
         """
         self._scheduler = scheduler
-        self._table, self._pool = scheduler.table, scheduler.kv.pool
+        self._table = scheduler.table
         self._put = put
         self._prompts = prompts
         self._log = decision_log
         self._reasons: list[Decision] = []
         self._last_number = scheduler.table.last_number
-        self._snapshot: Counts = (-1, -1, -1, -1, [], {})
-        self._last_snapshot = self._snapshot
+        self._snapshot = self._last_snapshot = NO_COUNTS
 
     # ---- events
 
     def consumed(self, now: float, client: int, event: Consumed) -> None:
         """Record an event that was consumed without an exception."""
-        if isinstance(event, ModelRunnerOutput):
-            ended, choices = self._log.ended_requests.copy(), self._log.choices.copy()
-            self._put((result_line, (now, event, ended, choices, self._log.take_hashes())))
-            self._log.choices.clear()
-        else:
-            self._other_event(now, client, event)
-        self._log.ended_requests.clear()
-
-    def _other_event(self, now: float, client: int, event: Consumed) -> None:
         match event:
+            case ModelRunnerOutput():
+                ended, choices = self._log.ended_requests.copy(), self._log.choices.copy()
+                self._put(partial(result_line, now, event, ended, choices, self._log.take_hashes()))
+                self._log.choices.clear()
             case AddRequest():
                 self._arrival(now, client, event)
             case Control(kind="statistics" | "requests"):
                 pass  # changes no state
             case _:
-                self._put((event_line, (now, client, event, self._log.take_hashes())))
+                self._put(partial(event_line, now, client, event, self._log.take_hashes()))
+        self._log.ended_requests.clear()
 
     def client_dropped(self, now: float, client: int) -> None:
-        self._put((client_dropped_line, (now, client, self._log.hashes.copy())))
+        self._put(partial(ClientDropped, now=now, client=client, hashes=self._log.take_hashes()))
         self._log.clear()
 
     def worker_epoch_began(
         self, now: float, *, budget_halved: bool = False, new_workers: bool = False, reason: str = ""
     ) -> None:
         """Record that running requests restarted, after the Scheduler did so."""
-        self._put((worker_epoch_line, (now, budget_halved, new_workers, reason, self._log.hashes.copy())))
+        what = partial(WorkerEpoch, budget_halved=budget_halved, new_workers=new_workers, reason=reason)
+        self._put(partial(what, now=now, hashes=self._log.take_hashes()))
         self._log.clear()
 
     def _arrival(self, now: float, client: int, event: AddRequest) -> None:
@@ -120,10 +110,10 @@ class TraceRecorder:
             num_tokens = request.num_prompt_tokens, request.num_output_tokens
         elif not self._log.ended_requests:  # otherwise it ended immediately
             return
-        self._put((arrival_line, (now, client, event, num_tokens, hashes, self._prompts, self._log.take_hashes())))
+        self._put(partial(arrival_line, now, client, event, num_tokens, hashes, self._prompts, self._log.take_hashes()))
         ended = self._log.ended_requests
         if ended and ended[0].reason == EndReason.REPETITION:  # not implied by the token counts in the trace
-            self._put((event_line, (now, client, Abort([event.request_id]), [])))
+            self._put(partial(event_line, now, client, Abort([event.request_id]), []))
 
     # ---- decisions
 
@@ -133,11 +123,7 @@ class TraceRecorder:
 
     def before_step(self) -> None:
         """Call before ``schedule()``."""
-        table, pool = self._table, self._pool
-        running, waiting = len(table.running) + len(table.leaving), len(table.waiting) + len(table.skipped_waiting)
-        free, cached = pool.free_block_queue.num_free_blocks, pool.cached_block_hash_to_block.num_blocks
-        pinned, of_tiers = self._scheduler.programs.pinned(), tier_blocks(self._scheduler.kv.tiers)
-        self._snapshot = (running, waiting, free, cached, pinned, of_tiers)
+        self._snapshot = counts_of(self._scheduler)
 
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
         """Record the result of ``schedule()``: a diff, or None. Call ``note`` with its reasons first."""
@@ -146,15 +132,15 @@ class TraceRecorder:
         step = self._scheduler.last_step + 1 if diff is None else diff.step
         if diff is not None and self._snapshot != self._last_snapshot:
             self._last_snapshot = self._snapshot
-            put((snapshot_line, (now, step, self._snapshot, self._pool.num_usable_blocks)))
+            put(partial(snapshot_line, now, step, self._snapshot))
         for hit in decision_log.hits:
-            put((hit_line, (step, hit)))
+            put(partial(hit_line, step, hit))
         if diff is None:
-            put((tick_line, (now, reasons, decision_log.hashes.copy())))
+            put(partial(tick_line, now, reasons, decision_log.hashes.copy()))
         else:
             new = diff.new_requests
             priorities = [self._table.running[row.handle].priority for row in new] if new else []
-            put((step_line, (now, diff, priorities, reasons, decision_log.hashes.copy())))
+            put(partial(step_line, now, diff, priorities, reasons, decision_log.hashes.copy()))
         self._reasons.clear()
         decision_log.hits.clear()
         decision_log.hashes.clear()

@@ -1,6 +1,5 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
-from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,7 +14,6 @@ from quire.protocol.wire.front_end_messages import AddRequest, Ended
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.kv.tiers import Tier
 from quire.scheduler_proc.requests.events import Fail, Refuse
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.scheduler import Scheduler
@@ -26,7 +24,6 @@ from quire.scheduler_proc.trace.lines import (
     HASH_BYTES,
     VERSION,
     Arrival,
-    ClientDropped,
     Event,
     Header,
     Keyframe,
@@ -38,12 +35,13 @@ from quire.scheduler_proc.trace.lines import (
     StepDecision,
     StepSnapshot,
     Tick,
-    WorkerEpoch,
 )
 from quire.scheduler_proc.trace.snapshot import Column, ObjectTable, PoolState, take
 
-Counts: TypeAlias = tuple[int, int, int, int, list[tuple[str, int]], dict[str, tuple[int, int, int]]]
-"""Running requests, waiting requests, free blocks, cached blocks, (job id, blocks) of each pin, and ``tier_blocks``."""
+Counts: TypeAlias = tuple[int, int, int, int, int, list[tuple[str, int]], dict[str, tuple[int, int, int]]]
+"""Running and waiting requests; free, usable and cached blocks; (job id, blocks) of each pin; and of each tier its
+pages: free, all, and with content."""
+NO_COUNTS: Counts = (-1, -1, -1, -1, -1, [], {})
 ANY_GRAMMAR = StructuredOutputs(json_object=True)
 """Replaces every constraint: a replay only needs to know that the output is constrained."""
 
@@ -221,14 +219,6 @@ def _short_keys(event: DiskContents) -> bytes:
     return np.frombuffer(event.keys, np.uint8).reshape(count, -1)[:, :HASH_BYTES].tobytes()
 
 
-def client_dropped_line(now: float, client: int, hashes: Hashes) -> ClientDropped:
-    return ClientDropped(now=now, client=client, hashes=hashes)
-
-
-def worker_epoch_line(now: float, budget_halved: bool, new_workers: bool, reason: str, hashes: Hashes) -> WorkerEpoch:
-    return WorkerEpoch(now=now, budget_halved=budget_halved, new_workers=new_workers, reason=reason, hashes=hashes)
-
-
 def result_line(
     now: float, event: ModelRunnerOutput, ended: list[Ended], beams: list[tuple[int, list[int]]], hashes: Hashes
 ) -> Result:
@@ -247,27 +237,34 @@ def result_line(
     )
 
 
-def snapshot_line(now: float, step: int, counts: Counts, num_blocks: int) -> StepSnapshot:
-    running, waiting, free, cached, pinned, of_tiers = counts
+def counts_of(scheduler: Scheduler) -> Counts:
+    table, pool, tiers = scheduler.table, scheduler.kv.pool, scheduler.kv.tiers
+    return (
+        len(table.running) + len(table.leaving),
+        len(table.waiting) + len(table.skipped_waiting),
+        pool.free_block_queue.num_free_blocks,
+        pool.num_usable_blocks,
+        pool.cached_block_hash_to_block.num_blocks,
+        scheduler.programs.pinned(),
+        {t.name: (t.pages.num_free_blocks, t.pages.num_usable_blocks, t.pages.num_cached_blocks) for t in tiers},
+    )
+
+
+def snapshot_line(now: float, step: int, counts: Counts) -> StepSnapshot:
+    running, waiting, free, usable, cached, pinned, of_tiers = counts
     return StepSnapshot(
         step=step,
         now=now,
         running=running,
         waiting=waiting,
         free_blocks=free,
-        total_blocks=num_blocks,
+        total_blocks=usable,
         gpu_cached_blocks=cached,
         num_pinned=len(pinned),
         pinned_blocks=[num_pinned for _, num_pinned in pinned],
         pinned_job_ids=[job_id for job_id, _ in pinned],
         tiers=of_tiers,
     )
-
-
-def tier_blocks(tiers: Iterable[Tier]) -> dict[str, tuple[int, int, int]]:
-    """Return the pages of each tier: free, all, and with content."""
-    pools = {tier.name: tier.pages for tier in tiers}
-    return {name: (p.num_free_blocks, p.num_usable_blocks, p.num_cached_blocks) for name, p in pools.items()}
 
 
 def hit_line(step: int, hit: Hit) -> PrefixCacheEvent:

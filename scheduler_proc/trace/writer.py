@@ -60,7 +60,7 @@ class TraceWriter:
     # ---- for the thread that makes lines
 
     def add(self, line: Line) -> None:
-        self.put((_identity, (line,)))
+        self.put(lambda: line)
 
     def flush_some(self) -> None:
         """Flush if enough lines are pending: many lines at once cost half as much as one by one."""
@@ -91,7 +91,7 @@ class TraceWriter:
         """Return the encoded lines, or nothing after an error: a failing trace must not end the engine."""
         try:
             lines: list[Line] = [Lost(lines=self._gap)] if self._gap else []
-            lines += [make(*parts) for make, parts in pending]
+            lines += [make() for make in pending]
             return b"\n".join([encode_line(line) for line in lines]) + b"\n"
         except Exception:
             self._broken = True
@@ -157,7 +157,3 @@ class TraceWriter:
                 count += 1
             parts, self._buffer = self._buffer[:count], self._buffer[count:]
         return b"".join(parts), size
-
-
-def _identity(line: Line) -> Line:
-    return line
