@@ -148,6 +148,11 @@ class _Replay:
         _, _, *sizes = TraceHeader.__struct_fields__
         engine = {name: getattr(header, name) for name in sizes}
         self.scheduler = ReplayScheduler(header.config, header.kv_layout, hooks=self._decision_log, **engine)
+        if header.version < 4:
+            # A request behind a full batch was not looked at again when its adapter lost its slot: it was recorded as
+            # waiting for a row, and the adapter was loaded only when a row was free. Everything after depends on that.
+            calls, asked = self.scheduler.core.calls, self.scheduler.adapters.version
+            vars(calls)["version"] = tuple(version for version in calls.version if version != asked)
         self._observer = observer
         if observer is not None:
             observer.begin(header, self.scheduler, self._decision_log)

@@ -16,7 +16,7 @@ DATA = Path(__file__).parents[2] / "data/traces_version_3.tar.xz"
 RUNS = [
     *("adapters", "drafts", "program", "disk", "experts", "fcfs", "priority", "continuum", "tenants", "host"),
     *("tenants_priority", "tenants_disk", "adapters_priority", "adapters_program", "pooling", "encoder", "hybrid"),
-    *("synchronous", "pressure", "tiers", "split"),
+    *("synchronous", "pressure", "tiers", "split", "adapters_full_batch"),
 ]
 
 
