@@ -19,7 +19,7 @@ from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TextOut
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Hypothesis
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
 
@@ -335,20 +335,24 @@ async def start_answers(
         for prompt, sample_params in zip(prompts, fitted, strict=True):
             first = None if fork is None else fork.sequence
             for sample in range(params.n):
-                sequence = await engine.add(
+                is_last = len(answers) == len(prompts) * params.n - 1
+                request = AddRequest(
                     f"{request_id}-{len(answers)}",
                     prompt.token_ids,
                     sample_params,
                     seed_for_sample(seed, sample),
-                    priority,
-                    cache_salt,
-                    tenant,
-                    parent=None if params.prompt_logprobs is not None else first,
-                    num_shared=0 if fork is None else fork.num_tokens,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival=time.monotonic(),
+                    job_id=job.id,
+                    is_last_step=job.is_last_step and is_last,
                     adapter=adapter,
-                    job=job if len(answers) == len(prompts) * params.n - 1 else job.continued(),
-                    on_update=on_update,
+                    tenant=tenant,
+                    hint=job.hint,
                 )
+                parent = None if params.prompt_logprobs is not None else first
+                num_shared = 0 if fork is None else fork.num_tokens
+                sequence = await engine.add(request, on_update, parent=parent, num_shared=num_shared)
                 first = first or sequence
                 answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
     except BaseException:  # also for a cancelled task

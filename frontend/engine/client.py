@@ -1,23 +1,19 @@
 """The engine client over ZeroMQ, for asyncio."""
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import zmq.asyncio
 
 from quire.frontend.engine.engine_client import Sequence, Update
-from quire.frontend.engine.job import NO_JOB, Job
 from quire.frontend.engine.scheduler_link import Readers, SchedulerLink
 from quire.frontend.engine.streams import Stream
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.codec import ProtocolError
@@ -88,42 +84,14 @@ class SubmittingClient(ABC):
         """Submit a request; ``parent``: as of ``Session.add``."""
 
     async def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int] | npt.NDArray[np.int32],
-        params: SamplingParams,
-        seed: int,
-        priority: int,
-        cache_salt: str,
-        tenant: int = 0,
-        *,
-        parent: Sequence | None = None,
-        num_shared: int = 0,
-        adapter: AdapterRef | None = None,
-        job: Job = NO_JOB,
-        pooling: PoolingParams | None = None,
-        on_update: Callable[[], None],
+        self, request: AddRequest, on_update: Callable[[], None], *, parent: Sequence | None = None, num_shared: int = 0
     ) -> ZmqSequence:
         if self.is_full:
             raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
         root = parent.stream if isinstance(parent, ZmqSequence) else None
-        shared = root.tokens[:num_shared] if root is not None and num_shared else None
-        request = AddRequest(
-            request_id=request_id,
-            prompt_token_ids=np.asarray(prompt_token_ids, dtype=np.int32),
-            sampling=params,
-            seed=seed,
-            output_token_ids=None if shared is None else np.array(shared, np.int32),
-            priority=priority,
-            cache_salt=cache_salt,
-            arrival=time.monotonic(),
-            adapter=adapter,
-            tenant=tenant,
-            job_id=job.id,
-            is_last_step=job.is_last_step,
-            pooling=pooling,
-            hint=job.hint,
-        )
+        if root is not None and num_shared:
+            shared = np.array(root.tokens[:num_shared], np.int32)
+            request = msgspec.structs.replace(request, output_token_ids=shared)
         return await self.submit(request, on_update, root)
 
 

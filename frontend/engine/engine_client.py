@@ -10,12 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.frontend.engine.job import NO_JOB, Job
-from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import EndReason, Hypothesis, Statistics
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Hypothesis, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
 
@@ -135,34 +132,15 @@ class EngineClient(Protocol):
         ...
 
     async def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int] | npt.NDArray[np.int32],
-        params: SamplingParams,
-        seed: int,
-        priority: int,
-        cache_salt: str,
-        tenant: int = 0,
-        *,
-        parent: Sequence | None = None,
-        num_shared: int = 0,
-        adapter: AdapterRef | None = None,
-        job: Job = NO_JOB,
-        pooling: PoolingParams | None = None,
-        on_update: Callable[[], None],
+        self, request: AddRequest, on_update: Callable[[], None], *, parent: Sequence | None = None, num_shared: int = 0
     ) -> Sequence:
-        """Submit one sequence; ``params`` has ``n = 1``, no stop strings and a ``max_tokens``.
+        """Submit one sequence; its parameters have ``n = 1``, no stop strings and a ``max_tokens``.
 
         Args:
-            priority: an int32; lower values are scheduled first with ``--scheduling-policy priority``.
-            tenant: the tenant's number from 1, or 0 for none. The scheduler shares scarce resources fairly.
-            parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
-            num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
-            adapter: the LoRA adapter that it uses; that of ``parent``, if there is one.
-            job: the job of which it is a turn.
-            pooling: what the prompt is turned into; ``params`` is then unused, and no token is sampled.
             on_update: called on the event loop when there is an update or an error to take: once per step for all
                 sequences that have the same callback. It must not raise.
+            parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
+            num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
 
         Raises:
             InvalidRequest: refused; ``Sequence.updates`` may raise it too.

@@ -36,10 +36,10 @@ class FailingEngine(EndlessEngine):
 
     client_text = ""
 
-    async def add(self, request_id: str, prompt_token_ids: Any, params: Any, *rest: Any, **more: Any) -> Any:
+    async def add(self, *rest: Any, **more: Any) -> Any:
         if self.client_text:
             raise RuntimeError(f"cannot handle {self.client_text}")
-        return await super().add(request_id, prompt_token_ids, params, *rest, **more)
+        return await super().add(*rest, **more)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from scheduler_driver import Driver
 
 from quire.launch.cli import main
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.wire.front_end_messages import AddRequest
 from quire.scheduler_proc.trace.lines import StepDecision, decode_line, encode_line
 
 Replay = Callable[..., tuple[int, str, str]]
@@ -308,10 +309,10 @@ class TestExact:
 class BusyEngine(EndlessEngine):
     """A stub server that rejects prompts of 703 tokens."""
 
-    async def add(self, request_id: str, prompt_token_ids: Any, *rest: Any, **more: Any) -> EndlessSequence:
-        if len(prompt_token_ids) == 703:
+    async def add(self, request: AddRequest, *rest: Any, **more: Any) -> EndlessSequence:
+        if len(request.prompt_token_ids) == 703:
             raise InvalidRequest("too many wait", None, "queue_full")
-        return await super().add(request_id, prompt_token_ids, *rest, **more)
+        return await super().add(request, *rest, **more)
 
 
 class TestLive:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 
@@ -49,9 +50,9 @@ def test_priority_and_salt_are_sent_and_a_full_queue_is_reported(hub: ZmqHub, tm
         assert isinstance(hello.message, Hello)
         hub.send(hello.peer, EngineState("ready"))
         updated = asyncio.Event()
-        sequence = await client.add(
-            "one", [5, 6], SamplingParams(max_tokens=4), 11, -(2**31), "mine", on_update=updated.set
-        )
+        params = SamplingParams(max_tokens=4)
+        request = AddRequest("one", np.array([5, 6], np.int32), params, 11, priority=-(2**31), cache_salt="mine")
+        sequence = await client.add(request, updated.set)
         added = (await asyncio.to_thread(next_of, hub)).message
         assert isinstance(added, AddRequest)
         assert (added.request_id, added.priority, added.cache_salt, added.seed) == ("one", -(2**31), "mine", 11)
@@ -76,7 +77,8 @@ def test_an_adapter_is_sent_with_a_request_and_unloaded(hub: ZmqHub, tmp_path: P
         hub.send(hello.peer, EngineState("ready"))
         await client.wait_state_known()
         params = SamplingParams(max_tokens=4)
-        sequence = await client.add("one", [5], params, 1, 0, "", adapter=adapter, on_update=lambda: None)
+        request = AddRequest("one", np.array([5], np.int32), params, 1, adapter=adapter)
+        sequence = await client.add(request, lambda: None)
         added = (await asyncio.to_thread(next_of, hub)).message
         assert isinstance(added, AddRequest)
         assert added.adapter == adapter

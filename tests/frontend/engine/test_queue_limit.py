@@ -81,23 +81,13 @@ class ScheduledEngine(Driver):
 
     async def add(
         self,
-        request_id: str,
-        prompt_token_ids: Any,
-        params: SamplingParams,
-        seed: int,
-        priority: int,
-        cache_salt: str,
-        tenant: int,
+        request: AddRequest,
+        on_update: Callable[[], None],
         *,
         parent: "ScheduledSequence | None" = None,
         num_shared: int = 0,
-        adapter: Any = None,
-        job: Any = None,
-        on_update: Callable[[], None],
     ) -> "ScheduledSequence":
-        tokens = np.asarray(prompt_token_ids, np.int32)
-        added = AddRequest(request_id, tokens, params, seed, priority=priority, cache_salt=cache_salt)
-        stream = self.session.add(added, parent=None if parent is None else parent.stream)
+        stream = self.session.add(request, parent=None if parent is None else parent.stream)
         sequence = ScheduledSequence(self, stream)
         sequence.start(self.readers, on_update)
         return sequence

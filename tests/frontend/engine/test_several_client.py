@@ -99,8 +99,8 @@ def test_a_stream_moves_and_questions_reach_all_engines(peers: list[Peer], tmp_p
         while not client._set._router.answers:
             await asyncio.sleep(0)
         updated = asyncio.Event()
-        prompt = list(range(40))
-        sequence = await client.add("one", prompt, SamplingParams(), 1, 0, "", on_update=updated.set)
+        prompt = np.arange(40, dtype=np.int32)
+        sequence = await client.add(AddRequest("one", prompt, SamplingParams(), 1), updated.set)
         route = await router.take()
         assert isinstance(route, Route) and (len(route.keys), route.num_tokens) == (16, 40)
         router.send(Routed(route.ticket, 1, "cached", 16))
@@ -155,7 +155,7 @@ def test_requests_need_no_router(peers: list[Peer], tmp_path: Path, finish: Any)
         while len(await asyncio.wait_for(answer_both(client, first, second), WAIT)) < 2:
             pass
         for name in ("one", "two"):
-            await client.add(name, [1, 2], SamplingParams(), 1, 0, "", on_update=lambda: None)
+            await client.add(AddRequest(name, np.array([1, 2], np.int32), SamplingParams(), 1), lambda: None)
         taken = [await engine.take() for engine in (first, second)]
         assert [message.request_id for message in taken] == ["one", "two"]
         client.shut_down("the server stops")

@@ -22,7 +22,7 @@ from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.grammar_checks import GrammarRefused
-from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.front_end_messages import AddRequest
 from quire.scheduler_proc.structured.guard import COMPILE_SECONDS, Guard
 
 CONTEXT = 2048
@@ -33,15 +33,13 @@ class GuardedEngine(FakeEngine):
 
     guard: Guard
 
-    async def add(
-        self, request_id: str, prompt_token_ids: Any, params: SamplingParams, *more: Any, **named: Any
-    ) -> FakeSequence:
-        if params.structured_outputs is not None:
+    async def add(self, request: AddRequest, *more: Any, **named: Any) -> FakeSequence:
+        if (wanted := request.sampling.structured_outputs) is not None:
             try:
-                self.guard.check(params.structured_outputs, COMPILE_SECONDS)
+                self.guard.check(wanted, COMPILE_SECONDS)
             except GrammarRefused as refused:
                 raise InvalidRequest(str(refused), "structured_outputs", "invalid_structured_outputs") from None
-        return await super().add(request_id, prompt_token_ids, params, *more, **named)
+        return await super().add(request, *more, **named)
 
 
 class AbusedApp(Door):

@@ -12,14 +12,14 @@ from pulled_sequence import PulledSequence
 from tokenizers import Tokenizer
 
 from quire.frontend.engine.engine_client import Update
-from quire.frontend.engine.job import NO_JOB, Job
+from quire.frontend.engine.job import Job
 from quire.frontend.engine.scheduler_link import Readers
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
 
@@ -168,31 +168,18 @@ class FakeEngine:
     )
 
     async def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Any,
-        params: SamplingParams,
-        seed: int,
-        priority: int,
-        cache_salt: str,
-        tenant: int,
-        *,
-        parent: Any = None,
-        num_shared: int = 0,
-        adapter: AdapterRef | None = None,
-        job: Job = NO_JOB,
-        pooling: PoolingParams | None = None,
-        on_update: Callable[[], None],
+        self, request: AddRequest, on_update: Callable[[], None], *, parent: Any = None, num_shared: int = 0
     ) -> FakeSequence:
+        params, seed = request.sampling, request.seed
         if self.refuse is not None:
             raise self.refuse
         assert params.n == 1
         assert params.stop == params.bad_words == []
         assert params.max_tokens is not None
-        prompt = np.asarray(prompt_token_ids, dtype=np.int32).tolist()
+        prompt, pooling = request.prompt_token_ids.tolist(), request.pooling
         assert len(prompt) + (0 if pooling else params.max_tokens) <= self.max_model_len
         sequence = FakeSequence(
-            request_id,
+            request.request_id,
             prompt,
             params,
             seed,
@@ -209,9 +196,9 @@ class FakeEngine:
         self.pooling.append(pooling)
         sequence.start(self.readers, on_update)
         self.added.append(sequence)
-        self.priorities.append((priority, cache_salt))
-        self.adapters.append(adapter)
-        self.jobs.append(job)
+        self.priorities.append((request.priority, request.cache_salt))
+        self.adapters.append(request.adapter)
+        self.jobs.append(Job(request.job_id, request.is_last_step, request.hint))
         return sequence
 
     def _tokens(self, seed: int) -> list[int]:

@@ -24,7 +24,7 @@ from quire.frontend.text.text_in import TextIn
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace
-from quire.protocol.wire.front_end_messages import EndReason, Statistics
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Statistics
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 
 CANARY = {"prompt": [5, 6, 7], "max_tokens": 5}
@@ -108,24 +108,11 @@ class EndlessEngine:
     num_queries: int = 0
 
     async def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Any,
-        params: SamplingParams,
-        seed: int,
-        priority: int,
-        cache_salt: str,
-        tenant: int,
-        *,
-        parent: Any = None,
-        num_shared: int = 0,
-        adapter: Any = None,
-        job: Any = None,
-        pooling: PoolingParams | None = None,
-        on_update: Callable[[], None],
+        self, request: AddRequest, on_update: Callable[[], None], *, parent: Any = None, num_shared: int = 0
     ) -> EndlessSequence:
-        self.tenants.append(tenant)
-        sequence = EndlessSequence(request_id, self, np.asarray(prompt_token_ids).tolist(), params, pooling)
+        self.tenants.append(request.tenant)
+        prompt = request.prompt_token_ids.tolist()
+        sequence = EndlessSequence(request.request_id, self, prompt, request.sampling, request.pooling)
         sequence.start(self.readers, on_update)
         self.added.append(sequence)
         self.live.add(sequence)

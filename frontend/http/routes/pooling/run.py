@@ -1,6 +1,7 @@
 """The inputs of one request for vectors or scores in the engine: a bounded number at a time, results in their order."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from quire.frontend.text.text_in import LONG_TEXT_CHARS
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.pooling_params import NO_SAMPLING
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason
 
 WINDOW = 512
 """Inputs between the first one without a written result and the last one that was submitted."""
@@ -199,18 +200,19 @@ class PooledRun:
     async def _add(self, index: int, prompt: Prompt, size: int) -> bool:
         """Submit one input; return False if the engine takes no more at present."""
         try:
-            sequence = await self._server.engine.add(
+            request = AddRequest(
                 f"{self._request_id}-{index}",
                 prompt.token_ids,
                 NO_SAMPLING,
                 0,
-                self._request.priority,
-                self._request.cache_salt,
-                self._tenant,
+                priority=self._request.priority,
+                cache_salt=self._request.cache_salt,
+                arrival=time.monotonic(),
                 adapter=self._adapter,
+                tenant=self._tenant,
                 pooling=for_prompt(self._request.params, prompt),
-                on_update=partial(self._note, index),
             )
+            sequence = await self._server.engine.add(request, partial(self._note, index))
         except InvalidRequest as refused:
             if refused.code != "queue_full" or not (self._open or self._num_returned):
                 raise
