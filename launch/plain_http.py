@@ -1,4 +1,8 @@
-"""Requests of commands to a running server: blocking, with the standard library only."""
+"""Requests of commands to a running server: blocking, with the standard library only.
+
+httpx would save a few lines here, but then each installation that serves would have it for ``quire top`` and ``quire
+engines`` alone; only benchmarks need its pools and streams.
+"""
 
 import urllib.request
 from collections.abc import Mapping

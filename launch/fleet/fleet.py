@@ -148,7 +148,7 @@ class Fleet(ProcessOwner):
         """``more``: variables besides those of the log."""
         environment = {**self._log.environment, **(more or {})}
         try:
-            return self._children.start(module, arguments, fds, environment, self._import_paths)
+            return self._children.add(ChildProcess(module, arguments, fds, environment, self._import_paths))
         except OSError as error:
             raise EngineError(shortage(error) or str(error)) from None
 

@@ -3,15 +3,17 @@
 import contextlib
 import os
 import selectors
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import TypeVar
 
-from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.members import WatchedProcess
 from quire.protocol.process.child import Report
 
+C = TypeVar("C", bound=WatchedProcess)
+
 
 class Children:
-    """Starts children and waits for them. All methods must be called from one thread, which must not end before the
+    """Waits for children. All methods must be called from one thread, which must not end before the
     children: they are killed when it ends.
 
     Attributes:
@@ -29,23 +31,11 @@ class Children:
         """Let ``wait`` return while ``fd`` is readable."""
         self._selector.register(fd, selectors.EVENT_READ, None)
 
-    def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        pass_fds: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-        import_paths: Sequence[str] = (),
-    ) -> ChildProcess:
-        """Start a child; the arguments are those of ChildProcess."""
-        child = ChildProcess(module, arguments, pass_fds, environment, import_paths)
-        self.add(child)
-        return child
-
-    def add(self, child: WatchedProcess) -> None:
-        """Wait for a process that another object has started, too."""
+    def add(self, child: C) -> C:
+        """Wait for this process, too, and return it."""
         for fd in child.watched:
             self._selector.register(fd, selectors.EVENT_READ, child)
+        return child
 
     def wait(self, timeout: float) -> Iterator[tuple[WatchedProcess, list[Report], bool]]:
         """Wait for at most ``timeout`` seconds; yield each child that has reported or ended, with its reports and

@@ -144,7 +144,7 @@ class SupervisionPolicy:
         if self._stopping:
             return
         reason = member.failure.text if member.failure is not None else how
-        if member in self.standbys.members:
+        if member in self.standbys.members:  # first: its role is that of a worker, but no group is lost with it
             self.standbys.lose(member, now)
             return
         if self._is_final(member):
@@ -228,6 +228,8 @@ class SupervisionPolicy:
             return
         self.restarts.worker += 1
         log.error("restarting the workers", reason=reason)
+        # The scheduler gets the new epoch before the old workers are killed: from then on it takes nothing of theirs,
+        # so the order in which their ends and their last results arrive does not matter.
         self.worker_epoch += 1
         if (scheduler := self.scheduler) is not None:
             scheduler.ready = False
@@ -257,12 +259,13 @@ class SupervisionPolicy:
 
     def _lose_front_end(self, member: Member, reason: str, now: float) -> None:
         if self._draining:
-            return
+            return  # its end is expected
         if not self._count_death("frontend", reason):
             return
         self.restarts.frontend += 1
         log.error("restarting a front end", reason=reason)
         if (scheduler := self.scheduler) is not None:
+            # No process reads its answers any more, and its silence alone would show that only seconds later.
             self._runner.send(scheduler.process, Command("front_end_exited", pid=member.process.pid))
         self._due["frontend", member.index] = now + self._backoff("frontend")
         self.tick(now)
@@ -305,6 +308,8 @@ class SupervisionPolicy:
     def _start(self, role: Role, index: int, now: float) -> None:
         """Start a process. A scheduler after the first takes over the existing workers."""
         if role == "scheduler" and self.incarnation > 1:
+            # The workers are the same, but results of steps that the dead scheduler sent must not look like the new
+            # one's. The epoch rises here and not at the death, because the workers may be lost in between, too.
             self.worker_epoch += 1
         member = self._spawn(role, index, now)
         if role == "frontend":
@@ -317,6 +322,8 @@ class SupervisionPolicy:
 
     def rejoin_group(self, now: float) -> None:
         """Send the workers to the new scheduler, with ADOPTION_S to join it."""
+        # A worker that is blocked in a step of the dead scheduler does not join, and need not fall silent either: this
+        # time limit finds it.
         for rank, member in self.group.items():
             self._runner.send(member.process, Command("join", worker_epoch=self.worker_epoch, rank=rank))
         self._adopt_by = now + ADOPTION_S

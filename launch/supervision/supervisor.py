@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from quire.launch.config.sampling_options import import_paths
+from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.members import Process, RemoteWorkers, Role, WatchedProcess
 from quire.launch.supervision.process_owner import ProcessOwner
 from quire.launch.supervision.supervision_policy import ProcessCounts, SupervisionPolicy
@@ -117,8 +118,7 @@ class Supervisor(ProcessOwner):
             self._remote.prepare_group(worker_epoch)
             if role == "worker":
                 worker = self._remote.start(index, is_quiet=self._quiet)
-                self._children.add(worker)
-                return worker
+                return self._children.add(worker)
         common = ["--directory", str(self.directory)]
         fds: tuple[int, ...] = ()
         environment = dict(self._environment)
@@ -133,7 +133,7 @@ class Supervisor(ProcessOwner):
             assert self._front_end is not None
             module, fds = self._front_end.module, self._front_end.pass_fds
             arguments = [*self._front_end.arguments, "--index", str(index)]
-        return self._children.start(module, [*common, *arguments], fds, environment, self._import_paths)
+        return self._children.add(ChildProcess(module, [*common, *arguments], fds, environment, self._import_paths))
 
     def send(self, process: Process, command: Command) -> None:
         if command.kind == "worker_epoch" and self._remote is not None:
