@@ -52,15 +52,17 @@ def test_no_line_at_level_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert not records(caplog)
 
 
-def test_the_loop_reports_while_it_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(throughput, "INTERVAL_S", 0.0)
+def test_the_loop_reports_while_it_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire.scheduler")
+
+    def has_ended(message: object) -> bool:
+        loop.now += throughput.INTERVAL_S
+        return isinstance(message, StepOutputs) and bool(message.ended)
+
     with zmq.Context() as context:
         loop = LoopUnderTest(context, tmp_path, make_config())
         loop.handshake()
         loop.client.send(make_request("a", PROMPT, max_tokens=30, ignore_eos=True))
-        loop.until(lambda message: isinstance(message, StepOutputs) and message.ended)
+        loop.until(has_ended)
         loop.stop()
     assert any(data["running"] == 1 for data in records(caplog))

@@ -27,7 +27,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.process.kv_event_feeds import KVEventFeeds
 from quire.scheduler_proc.process.kv_event_publisher import KVEventPublisher
 
-WAIT_MS = 10_000
+WAIT_MS = 60_000
 
 
 def layout_of(*block_sizes: int) -> KVLayout:

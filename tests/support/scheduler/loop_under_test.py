@@ -50,6 +50,7 @@ class LoopUnderTest:
         files: what the worker says of the checkpoint that it has loaded.
         others: messages to the worker that ``until`` has received and that are no steps.
         failure: the exception that ended the loop, or None.
+        now: the time of the loop's clock. Only the test moves it, so that no limit expires because a machine is busy.
     """
 
     def __init__(self, context: "zmq.Context[Any]", folder: Path, config: EngineConfig) -> None:
@@ -63,7 +64,8 @@ class LoopUnderTest:
         self.config = config
         self.worker = self._connect()
         self.client = ZmqChannel(context, zmq.DEALER, frontend_address(folder), Link(SchedulerToFrontEnd), bind=False)
-        self._loop = SchedulerLoop(config, self._transport, self.child)
+        self.now = time.monotonic()
+        self._loop = SchedulerLoop(config, self._transport, self.child, clock=lambda: self.now)
         self.fake = self._make_worker()
         self._sockets = [self.worker, self.client]
         self._fds = [self.status, status]
