@@ -18,6 +18,7 @@ from abused_app import AbusedApp
 from engine_processes import engine_processes, processes_of
 from grammar_cases import DEMO
 from tiers import thinned
+from waits import wait_for
 
 from quire.frontend.text.chat_template import CANNOT_RENDER, Conversation, RenderedTooLong, check_template
 from quire.frontend.text.template_helper import WALL_SECONDS, TemplateHelper
@@ -133,8 +134,7 @@ def kill(process: psutil.Process, number: int) -> None:
 
 def wait_until_ended(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        while process.status() != psutil.STATUS_ZOMBIE:
-            os.sched_yield()
+        wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_long_conversation_does_not_delay_a_short_one(one_helper: TemplateHelper) -> None:

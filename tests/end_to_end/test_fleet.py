@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ import psutil
 import pytest
 from engine_processes import engine_processes
 from served import Served
+from waits import wait_for
 
 from quire.launch import cli
 
@@ -29,13 +30,6 @@ def server() -> Iterator[Served]:
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
     assert not engine_processes()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def body(prompt: str, **more: Any) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def serve_both(server: Served) -> bool:
 
 def test_requests_run_on_both_engines(server: Served) -> None:
     streams = [Stream(server, f"Once upon a time {n}", max_tokens=400) for n in range(4)]
-    until(lambda: all(each["running"] for each in engines(server).values()))
+    wait_for(lambda: all(each["running"] for each in engines(server).values()))
     for stream in streams:
         stream.join()
     assert not any(stream.error for stream in streams)
@@ -88,11 +82,11 @@ def test_a_prompt_goes_to_the_engine_that_has_cached_it(server: Served) -> None:
     """From the engines' events by the router's index to its choices. The figures are written once a second."""
     prompt = "Once upon a time there was a robot that liked to count. " * 8
     complete(server, prompt)
-    until(lambda: figure(server, "router_indexed_blocks") > 0)
+    wait_for(lambda: figure(server, "router_indexed_blocks") > 0)
     before = figure(server, 'reason="cached"')
     for _ in range(3):
         complete(server, prompt)
-    until(lambda: figure(server, 'reason="cached"') == before + 3)
+    wait_for(lambda: figure(server, 'reason="cached"') == before + 3)
 
 
 def figure(server: Served, part: str) -> float:
@@ -105,24 +99,24 @@ def figure(server: Served, part: str) -> float:
 def test_a_death_changes_no_stream(server: Served, module: str) -> None:
     prompts = [f"The story of the {n} robots" for n in range(4)]
     expected = [complete(server, prompt, max_tokens=300) for prompt in prompts]
-    until(lambda: serve_both(server))
+    wait_for(lambda: serve_both(server))
     starts = {number: each["starts"] for number, each in engines(server).items()}
     streams = [Stream(server, prompt, max_tokens=300) for prompt in prompts]
-    until(lambda: all(stream.text for stream in streams))
+    wait_for(lambda: all(stream.text for stream in streams))
     victim = engine_processes(module)[0]
     os.kill(victim.pid, signal.SIGKILL)
     while any(stream.is_alive() for stream in streams):
         assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
         time.sleep(0.02)
     assert [(stream.text, stream.error) for stream in streams] == [(text, "") for text in expected]
-    until(lambda: serve_both(server) and len(engine_processes("quire.router_proc")) == 1)
+    wait_for(lambda: serve_both(server) and len(engine_processes("quire.router_proc")) == 1)
     if module == "quire.launch.fleet":
         assert sum(each["starts"] for each in engines(server).values()) == sum(starts.values()) + 1
-    until(lambda: victim.pid not in [process.pid for process in psutil.process_iter()])
+    wait_for(lambda: victim.pid not in [process.pid for process in psutil.process_iter()])
 
 
 def test_an_engine_is_drained_and_resumed(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    until(lambda: serve_both(server))
+    wait_for(lambda: serve_both(server))
     words = ["--url", server.url, "--admin-api-key", "admin"]
     cli.main(["engines", "drain", "0", *words])
     assert engines(server)[0]["state"] == "drained"

@@ -3,8 +3,7 @@
 import os
 import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import zmq
 from engine_processes import engine_processes
 from served import Served
+from waits import wait_for
 
 pytestmark = pytest.mark.full
 
@@ -44,13 +44,6 @@ def answers(server: Served) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def server() -> Iterator[Served]:
     server = Served("--simulate", "constant:1")
@@ -64,8 +57,8 @@ def test_a_new_front_end_finds_the_scheduler_again(server: Served) -> None:
         (front_end,) = engine_processes("quire.frontend.http")
         front_end.kill()
         # Either it connects to the impostor, or it starts so late that the scheduler has its file back.
-        wait_until(lambda: bool(socket.poll(0)) or answers(server))
-    wait_until(lambda: answers(server))
+        wait_for(lambda: bool(socket.poll(0)) or answers(server))
+    wait_for(lambda: answers(server))
 
 
 def test_new_workers_find_the_scheduler_again(server: Served) -> None:
@@ -78,10 +71,10 @@ def test_new_workers_find_the_scheduler_again(server: Served) -> None:
         files = [f for f in folder.iterdir() if re.fullmatch(r"worker-([2-9])-0\.sock", f.name)]
         return max(files, default=None)
 
-    wait_until(lambda: newest() is not None)
+    wait_for(lambda: newest() is not None)
     file = newest()
     assert file is not None
     with impostor(zmq.PAIR, file) as socket:
         socket.poll(500)
     os.sched_yield()
-    wait_until(lambda: answers(server))
+    wait_for(lambda: answers(server))

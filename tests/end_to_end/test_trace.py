@@ -4,7 +4,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import msgspec
 import pytest
 from engine_processes import engine_processes
 from served import Served
+from waits import wait_for
 
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
@@ -172,8 +172,8 @@ def test_the_trace_continues_after_the_death_of_the_scheduler(tmp_path: Path) ->
         with ThreadPoolExecutor(4) as threads:
             answers = [threads.submit(ask, body) for body in bodies]
             for part in range(2):
-                while not (file := part_path(path, part)).exists() or b"step_decision" not in file.read_bytes():
-                    time.sleep(0.01)
+                file = part_path(path, part)
+                wait_for(lambda file=file: file.exists() and b"step_decision" in file.read_bytes())
                 (scheduler,) = engine_processes("quire.scheduler_proc")
                 scheduler.kill()
             assert [answer.result().json()["usage"]["completion_tokens"] for answer in answers] == [120] * 4

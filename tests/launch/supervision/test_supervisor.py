@@ -10,6 +10,7 @@ from pathlib import Path
 import pipe_holder
 import pytest
 from scheduler_driver import make_config
+from waits import wait_for
 
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.supervisor import Supervisor, WorkerProgram
@@ -32,13 +33,6 @@ def child(tmp_path: Path) -> Iterator[ChildProcess]:
     wait_for(lambda: any(report.event == "started" for report in child.read_reports()[0]))
     yield child
     child.end(time.monotonic())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        os.sched_yield()
 
 
 def wait_for_end(child: ChildProcess) -> None:

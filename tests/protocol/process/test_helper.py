@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_processes import engine_processes
+from waits import wait_for
 
 from quire.protocol.process import helper as helper_module
 from quire.protocol.process.helper import Helper, HelperDied
@@ -115,8 +116,7 @@ def test_death_while_idle_costs_no_answer(generation: int, helper: Helper) -> No
         killed = engine_processes("odd_helper")
         killed[generation].kill()
         psutil.wait_procs(killed[1:], 10)
-        while generation == 0 and killed[0].status() != psutil.STATUS_ZOMBIE:
-            os.sched_yield()
+        wait_for(lambda killed=killed: generation or killed[0].status() == psutil.STATUS_ZOMBIE)
         assert ask(helper, b"echo x") == b"x"
 
 

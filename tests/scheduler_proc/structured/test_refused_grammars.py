@@ -15,6 +15,7 @@ import pytest
 from engine_processes import engine_processes
 from grammar_cases import demo_config
 from tiers import thinned
+from waits import wait_for
 
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.grammar_checks import MAX_REASON, GrammarRefused
@@ -166,7 +167,7 @@ def outcome(pool: CompilePool, wanted: StructuredOutputs) -> tuple[str, float]:
     began = time.perf_counter()
     pool.submit(("", ""), wanted, owner=0)
     while not (taken := pool.take()):
-        select.select([pool], [], [])
+        assert select.select([pool], [], [], 60)[0], "no outcome"
     return str(taken[0][1]) if isinstance(taken[0][1], GrammarRefused) else "", time.perf_counter() - began
 
 
@@ -229,8 +230,7 @@ def test_a_stopped_guard_is_not_the_grammars_fault(monkeypatch: pytest.MonkeyPat
     (helper,) = (p for p in set(engine_processes(GUARD)) - others if p.ppid() == os.getpid())
     for process in (helper, *helper.children()):
         process.send_signal(signal.SIGSTOP)
-        while process.status() != psutil.STATUS_STOPPED:  # it stops when it is next scheduled
-            time.sleep(0)
+        wait_for(lambda process=process: process.status() == psutil.STATUS_STOPPED)  # when it is next scheduled
     with monkeypatch.context() as hurried, pytest.raises(GrammarBusy):
         hurried.setattr("quire.scheduler_proc.structured.guard.WALL_SECONDS", 0.0)
         guard.check(StructuredOutputs(regex="a"), 1.0)

@@ -1,10 +1,18 @@
-"""The time that a tree of processes took, without its waits for the machine's processors."""
+"""Waits of tests: for a condition, and those of a tree of processes for the machine's processors."""
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0, pause: float = 0.002) -> None:
+    """Wait until ``condition`` holds, and fail after ``seconds``: a wait without an end hangs the whole suite."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition is not true after {seconds:g} s"
+        time.sleep(pause)
 
 
 class Watch:
