@@ -1,11 +1,10 @@
 """A Planner that schedules steps as another engine would."""
 
 from collections.abc import Collection
-from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from quire.replay.core.policies import Policies
+from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.core.preemption import Preemption
 from quire.scheduler_proc.core.step import StepPlan
@@ -19,8 +18,8 @@ _by_order = attrgetter("order")
 class ImitatingPreemption(Preemption):
     """A Preemption that follows ``Policies``."""
 
-    def __init__(self, *parts: Any, policies: Policies) -> None:
-        super().__init__(*parts)
+    def __init__(self, core: Core, policies: Policies) -> None:
+        super().__init__(core)
         self._policies = policies
 
     def by_priority(self, plan: StepPlan, request: Request, among: Collection[Request] | None = None) -> bool:
@@ -41,8 +40,9 @@ class ImitatingPreemption(Preemption):
 class ImitatingPlanner(Planner):
     """A Planner that follows ``Policies``."""
 
-    def __init__(self, *parts: Any, policies: Policies) -> None:
-        super().__init__(*parts, preemption_class=partial(ImitatingPreemption, policies=policies))
+    def __init__(self, core: Core, policies: Policies) -> None:
+        super().__init__(core)
+        self.preemption = ImitatingPreemption(core, policies)
         self._policies = policies
 
     def has_room_for_prompt(self, request: Request, hits: GroupBlocks, reserved: int) -> bool:

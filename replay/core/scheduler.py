@@ -1,6 +1,7 @@
 """The Scheduler for replays: events without tokens, policies of other engines, and fast-forward."""
 
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,12 +12,12 @@ from quire.replay.core.fifo_pool import FifoBlockPool
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, RecordedEndings
 from quire.replay.core.planner import ImitatingPlanner
 from quire.replay.core.policies import QUIRE, Policies
+from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Refusal
 from quire.scheduler_proc.core.in_flight import InFlightStep
-from quire.scheduler_proc.costs.costs import CostState
-from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.core.planner import Planner
+from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.requests.events import Consumed
-from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.scheduler import Scheduler
 
@@ -34,29 +35,18 @@ class ReplayScheduler(Scheduler):
         layout: KVLayout,
         num_blocks: int,
         *,
-        steady_decode: bool = True,
-        hooks: SchedulerHooks = NO_HOOKS,
-        kv_events: KVEventRecorder | None = None,
         policies: Policies = QUIRE,
-        num_host_pages: int = 0,
-        num_disk_pages: int = 0,
-        forgotten: int = 0,
-        costs: CostState | None = None,
+        **parts: Any,
     ) -> None:
-        super().__init__(
-            config,
-            layout,
-            num_blocks,
-            steady_decode=steady_decode,
-            hooks=hooks,
-            kv_events=kv_events,
-            planner_class=partial(ImitatingPlanner, policies=policies),
-            pool_class=None if policies.uncached_blocks_first else FifoBlockPool,
-            num_host_pages=num_host_pages,
-            num_disk_pages=num_disk_pages,
-            forgotten=forgotten,
-            costs=costs,
-        )
+        """``parts``: as of ``Scheduler``."""
+        self._policies = policies
+        super().__init__(config, layout, num_blocks, **parts)
+
+    def make_planner(self, core: Core) -> Planner:
+        return ImitatingPlanner(core, self._policies)
+
+    def pool_class(self, config: EngineConfig) -> type[BlockPool]:
+        return super().pool_class(config) if self._policies.uncached_blocks_first else FifoBlockPool
 
     # ---- events without tokens
 

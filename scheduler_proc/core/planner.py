@@ -1,6 +1,6 @@
 """Planner: fills the token budget of the next step, first with running requests, then with waiting ones."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.core.context import Core
@@ -23,7 +23,7 @@ class Planner:
         decode_blocks: fast path of block allocation for requests in steady decode.
     """
 
-    def __init__(self, core: Core, *, preemption_class: Callable[[Core], Preemption] = Preemption) -> None:
+    def __init__(self, core: Core) -> None:
         self.core = core
         self.calls = core.calls
         self.table = core.table
@@ -32,7 +32,7 @@ class Planner:
         self.decode_blocks = SteadyBlockAllocator(core.kv)
         self._decisions = core.decisions
         self._pressure = Pressure(core.kv.pool)
-        self.preemption = preemption_class(core)
+        self.preemption = Preemption(core)
         self._refused: tuple[object, ...] = (None,)
         self._refusal: WaitReason | None = None
 

@@ -4,7 +4,7 @@ Reading order: ``consume`` here (all events), ``Planner.plan`` (a step), ``Resul
 only need one token per step are in steady decode (steady_decode.py). What else there is, is a feature (feature.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -63,8 +63,6 @@ class BareScheduler:
         steady_decode: bool = True,
         hooks: SchedulerHooks = NO_HOOKS,
         kv_events: KVEventRecorder | None = None,
-        planner_class: Callable[..., Planner] = Planner,
-        pool_class: type[BlockPool] | None = None,
         num_host_pages: int = 0,
         num_disk_pages: int = 0,
         forgotten: int = 0,
@@ -75,8 +73,6 @@ class BareScheduler:
             steady_decode: False disables steady decode; decisions are the same and cost more.
             hooks: callbacks during events and steps.
             kv_events: recorder of cached blocks, or None if KV events are not published.
-            planner_class, pool_class: replaced by replays that imitate another engine; they decide steps and the order
-                in which free blocks are reused.
             num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without, and
                 ignored without prefix caching.
             forgotten: contents on disk up to this generation have been forgotten.
@@ -93,7 +89,7 @@ class BareScheduler:
             max_step_tokens=config.step_tokens,
             min_step_tokens=1 if config.enable_chunked_prefill else config.step_tokens,
             pipeline_depth=config.pipeline_depth,
-            pool_class=partial(pool_class or pool_class_for(config), events=kv_events, has_pins=config.uses_programs),
+            pool_class=partial(self.pool_class(config), events=kv_events, has_pins=config.uses_programs),
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
@@ -111,7 +107,7 @@ class BareScheduler:
         for feature in self.features:
             setattr(self, feature.name, feature)
         calls.subscribe(self.features)
-        self.planner = planner_class(core)
+        self.planner = self.make_planner(core)
         self.results = Results(core)
         self.arrivals = Arrivals(core)
         core.finish, core.reject, core.statistics = self.results.finish, self.arrivals.reject, self.statistics
@@ -121,6 +117,14 @@ class BareScheduler:
     def make_features(self, core: Core) -> Sequence[Feature]:
         """Return the features, in the order in which they are called. The bare scheduler has none."""
         return ()
+
+    def make_planner(self, core: Core) -> Planner:
+        """Return the part that decides steps."""
+        return Planner(core)
+
+    def pool_class(self, config: EngineConfig) -> type[BlockPool]:
+        """Return the class of the pool, which decides the order in which free blocks are reused."""
+        return pool_class_for(config)
 
     @property
     def config(self) -> EngineConfig:
