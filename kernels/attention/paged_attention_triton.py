@@ -137,6 +137,8 @@ def attend_segments(
 ):  # fmt: skip
     """Attend to the keys ``[begin, end)`` in segments, cut at multiples of SEGMENT, and fold the results in order."""
     acc, maximum, total = state
+    # Always with masks. Which tiles need none depends on the other lanes of the program, and the loop without masks may
+    # round otherwise, so that a row's bits would depend on the batch.
     for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
         nothing = (tl.zeros_like(acc), tl.full(maximum.shape, float("-inf"), tl.float32), tl.zeros_like(total))
         part, part_maximum, part_total = attend_keys(

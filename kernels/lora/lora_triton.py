@@ -24,6 +24,9 @@ def shrink_kernel(
 ):  # fmt: skip
     """Program ``(t, p, s)`` shrinks the rows of tile ``t`` for part ``p``, over every SPLITS-th tile of inputs.
 
+    Few rows make too few programs to read A at full speed, so the inputs are divided. The sums of the splits are added
+    by ``expand_kernel``, always in ascending order.
+
     Args:
         entries: as ``SlotTable.entries``.
         tiles, order: as in ``AdapterRows``.
@@ -83,7 +86,11 @@ def expand_kernel(
     MAX_PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_RANK: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(t, c)`` adds to a tile of outputs of the rows of tile ``t``; arguments as in ``shrink_kernel``."""
+    """Program ``(t, c)`` adds to a tile of outputs of the rows of tile ``t``; arguments as in ``shrink_kernel``.
+
+    A row is in one tile, so no other program reads or writes these outputs, which are changed in place. All parts of a
+    layer are in one program for the same reason: parts may share a tile of outputs.
+    """
     slot, index, has_row, row = rows_of(tiles, order, tl.program_id(0), TILE_ROWS)
     start = tl.program_id(1) * TILE_OUTPUTS
     column = start + tl.arange(0, TILE_OUTPUTS)

@@ -181,7 +181,10 @@ def sum_experts_kernel(
     results, expert_ids, out, num_experts, hidden_size,
     TOP_K: tl.constexpr, TILE_ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Program ``(t, i)`` adds up tile ``i`` of token ``t``'s pairs. Pairs of other ranks are not written: skip them."""
+    """Program ``(t, i)`` adds up tile ``i`` of token ``t``'s pairs. Pairs of other ranks are not written: skip them.
+
+    The second product could add to ``out`` itself, but only with atomic additions, whose order differs between runs.
+    """
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE_ELEMENTS + tl.arange(0, TILE_ELEMENTS)
     in_hidden = element < hidden_size

@@ -49,7 +49,11 @@ def route_kernel(
 
 @triton.jit
 def count_pairs_kernel(expert_ids, counts, num_pairs, SCAN_PAIRS: tl.constexpr):
-    """Program ``e`` counts the pairs of expert ``e``."""
+    """Program ``e`` counts the pairs of expert ``e``.
+
+    Each program reads all pairs, here and in ``place_pairs_kernel``. Atomic counters would read them once, but the
+    order of pairs within an expert, and so the grouping into tiles, would differ between runs.
+    """
     expert = tl.program_id(0)
     count = tl.zeros([SCAN_PAIRS], tl.int32)
     for start in range(0, num_pairs, SCAN_PAIRS):

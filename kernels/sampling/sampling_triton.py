@@ -50,7 +50,10 @@ def load_scaled(logits, row, token, best, temperature, vocab, logits_stride):
 
 @triton.jit
 def mass_of(scaled, row, log_min_p):
-    """Return the masses; those of tokens that min-p cuts are 0."""
+    """Return the masses; those of tokens that min-p cuts are 0.
+
+    They are integers, so that histograms can add them atomically: a sum has the same bits in any order.
+    """
     mass = (tl.exp(scaled) * 1099511627776.0).to(tl.int64)  # 2**MASS_BITS
     return tl.where(scaled >= tl.load(log_min_p + row), mass, 0)
 

@@ -53,6 +53,7 @@ class ForwardPasses:
         backend = forward.backend
         self._native: Native | None = None
         build = forward.model.build
+        # A plan repeats the library's operations alone: neither collectives nor the notes of routed experts.
         if isinstance(backend, CpuBackend) and not eager and build.parallel.size == 1 and build.routes is None:
             self._native = backend.native
         self._adapters = build.adapters
@@ -95,6 +96,7 @@ class ForwardPasses:
         if found is None:
             return self._record(native, sent, plans, key)
         self._passes.move_to_end(key)
+        # The plan has addresses, so a step's inputs are copied to the memory that was recorded with.
         found.token_ids.copy_(sent.token_ids)
         found.positions.copy_(sent.positions)
         for step, plan in zip(found.steps, plans, strict=True):

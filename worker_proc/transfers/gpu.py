@@ -30,6 +30,8 @@ class GpuBlocks:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def steps(self) -> Callable[[], None]:
+        # A block may still be written, or read, by a step that is launched but has not run. Blocking: the thread that
+        # waits gives its core to the one that launches steps.
         launched = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         launched.record(torch.cuda.current_stream(self._device))
         return launched.synchronize

@@ -107,6 +107,7 @@ class StagedMover:
 
     def take_answers(self) -> list[BlocksMoved | DiskContents]:
         """As in ``BlockMover``."""
+        # Without the lock, because every turn of the loop asks. An answer that is missed here has a wake-up of its own.
         if not self._answers:
             return []
         with self._lock:
@@ -125,7 +126,7 @@ class StagedMover:
 
     def _forward(self, message: MoveBlocks) -> "Future[BlocksMoved]":
         number, moved = next(self._numbers), Future[BlocksMoved]()
-        self._forwarded[number] = moved
+        self._forwarded[number] = moved  # before the message is submitted: its answer may be there at once
         self._inner.submit(msgspec.structs.replace(message, transfer=number))
         return moved
 
