@@ -68,7 +68,6 @@ class Decoder(Model):
         self.build = build = Build(
             config, dtype, activation_dtype or dtype, device, ops, parallel, adapters=adapters, routes=routes
         )
-        self._prepacked = False
         rank, size = build.parallel.rank, build.parallel.size
         # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per
         # step costs little, and tied weights stay one tensor. The last ranks may have fewer rows.
@@ -162,29 +161,12 @@ class Decoder(Model):
         return self.score(hidden)
 
     def prepack(self, *, deterministic: bool = False) -> bool:
-        """Convert the loaded weights to this CPU's packed layout, and return whether all of them were converted.
-
-        Call it once, after loading: it frees the plain weights, and nothing can be loaded afterwards.
-
-        Args:
-            deterministic: as in ``Linear.prepack``.
-        """
-        parts = [module for module in self.modules() if isinstance(module, SparseMlp | Linear)]
-        packed = [part.prepack(deterministic=deterministic) for part in parts]
+        packed = super().prepack(deterministic=deterministic)
         self.embed_tokens.prepack()
-        self._prepacked = any(packed)
-        return all(packed)
+        return packed
 
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """Slots of all tensors that a checkpoint must hold, by Hugging Face name, with fused tensors split.
-
-        With tied embeddings ``lm_head.weight`` has no slot: the loader accepts it when it equals the embedding.
-
-        Raises:
-            RuntimeError: the weights are prepacked.
-        """
-        if self._prepacked:
-            raise RuntimeError("weights are already prepacked: load them before prepack()")
+    def _slots(self) -> dict[str, WeightSlot]:
+        """Return the slots. With tied embeddings ``lm_head.weight`` has none: the loader compares it with these."""
         slots = self.embed_tokens.table.weight_slots() | {"model.norm.weight": self.build.norm_slot(self.norm)}
         if self.lm_head is not None and not self.config.tie_word_embeddings:
             slots |= self.lm_head.weight_slots()

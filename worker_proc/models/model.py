@@ -9,6 +9,7 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import LayerAttention
 from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
@@ -24,6 +25,7 @@ class Model(Module):
     config: ModelConfig
     dtype: torch.dtype
     build: Build
+    _prepacked = False
 
     def __call__(
         self,
@@ -70,7 +72,10 @@ class Model(Module):
         Args:
             deterministic: as in ``Linear.prepack``.
         """
-        raise NotImplementedError
+        parts = [module for module in self.modules() if isinstance(module, SparseMlp | Linear)]
+        packed = [part.prepack(deterministic=deterministic) for part in parts]
+        self._prepacked = any(packed)
+        return all(packed)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of all tensors that a checkpoint must hold, by full name, with fused tensors split.
@@ -78,4 +83,9 @@ class Model(Module):
         Raises:
             RuntimeError: the weights are prepacked.
         """
+        if self._prepacked:
+            raise RuntimeError("weights are already prepacked: load them before prepack()")
+        return self._slots()
+
+    def _slots(self) -> dict[str, WeightSlot]:
         raise NotImplementedError

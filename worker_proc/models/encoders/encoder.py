@@ -13,7 +13,6 @@ from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.attention.whole_rows import RowsPart, RowsPlan
 from quire.worker_proc.models.encoders.classifier import Classifier
 from quire.worker_proc.models.encoders.layer import EncoderLayer, Norm
-from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Ops, TorchOps
@@ -97,7 +96,6 @@ class Encoder(Model):
         assert encoder is not None
         self.config, self.dtype = config, dtype
         self.build = build = Build(config, dtype, activation_dtype or dtype, device, ops or TorchOps(), SingleRank())
-        self._prepacked = False
         self._pools_first = pooling is not None and pooling.pooling == "cls"
         self.embeddings = Embeddings(build)
         self.layers = [EncoderLayer(build, layer) for layer in range(config.num_layers)]
@@ -176,24 +174,11 @@ class Encoder(Model):
         return residual.new_zeros(len(token_ids), residual.shape[1]).index_copy_(0, part.firsts, residual)
 
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``."""
         assert self.classifier is not None, "the model has no head for labels"
         return self.classifier(hidden)
 
-    def prepack(self, *, deterministic: bool = False) -> bool:
-        """Convert the loaded weights to this CPU's packed layout; as ``Decoder.prepack``."""
-        packed = [part.prepack(deterministic=deterministic) for part in self.modules() if isinstance(part, Linear)]
-        self._prepacked = any(packed)
-        return all(packed)
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
-        """Slots of all tensors that a checkpoint must hold, by name (``encoder_config.decoder_style``).
-
-        Raises:
-            RuntimeError: the weights are prepacked.
-        """
-        if self._prepacked:
-            raise RuntimeError("weights are already prepacked: load them before prepack()")
+    def _slots(self) -> dict[str, WeightSlot]:
+        """Return the slots, by the names of ``encoder_config.decoder_style``."""
         slots = self.embeddings.weight_slots()
         for index, layer in enumerate(self.layers):
             slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.weight_slots().items()}
