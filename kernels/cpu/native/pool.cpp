@@ -62,6 +62,8 @@ class Pool {
         at_ = 0, stage_ = -1, over_.store(false), error_ = 0;
         begin_next();
         if (!over_.load() && sleeping_.load() > 0) {
+            // A helper that counted itself as sleeping may not wait yet. It holds the mutex until it does, so that
+            // taking the mutex once is enough for it not to miss the call.
             { std::lock_guard<std::mutex> lock(mutex_); }
             wake_.notify_all();
         }
@@ -122,6 +124,7 @@ class Pool {
                 count_.store(uint64_t(pieces), std::memory_order_release);
                 scratch_.store(scratch, std::memory_order_release);
                 done_.store(0, std::memory_order_release);
+                // Last: a thread that takes a piece of this turn has read all of the above.
                 next_.store((turn + 1) << PIECE_BITS);
                 return;
             }
@@ -166,6 +169,7 @@ class Pool {
     bool repeat(const Turn& turn, int id) {
         if (next_.load() != turn.word) return true;
         for (uint64_t i = 0; i < turn.count; i++) {
+            // Begins at its own number, so that several waiting threads repeat different pieces.
             const int64_t piece = int64_t((i + id) % turn.count);
             if (committed_[piece].load() < turn_of(turn.word)) return compute_and_commit(turn, piece);
         }
@@ -177,6 +181,8 @@ class Pool {
         turn.operation->compute(piece, scratch);
         const uint64_t number = turn_of(turn.word);
         uint64_t last = committed_[piece].load();
+        // One thread alone gets past this and writes the output. It counts the piece only afterwards, so that the next
+        // turn, which begins at the last count, reads complete outputs.
         if (last >= number || !committed_[piece].compare_exchange_strong(last, number)) return false;
         turn.operation->commit(piece, scratch);
         count_done(turn);

@@ -31,6 +31,7 @@ enum Kind : int64_t { STORE, LOAD, DEMOTE };  // as in MoveKind
 
 constexpr int64_t SECTOR = 4096;
 
+// Relaxed, because threads only need different pages: the pages themselves are ready before the threads start.
 int64_t next(int64_t* claimed) { return __atomic_fetch_add(claimed, 1, __ATOMIC_RELAXED); }
 
 // Bytes of a group's page that have a meaning, in whole sectors.
