@@ -16,6 +16,7 @@ from quire.scheduler_proc.features.drafts.drafts import Drafts
 from quire.scheduler_proc.features.forks import Forks
 from quire.scheduler_proc.features.pooling import Pooling
 from quire.scheduler_proc.features.programs.programs import Programs
+from quire.scheduler_proc.features.result_bytes import ResultBytes
 from quire.scheduler_proc.features.routed_experts import RoutedExpertRows
 from quire.scheduler_proc.features.suspects import Suspects
 from quire.scheduler_proc.features.tenants import Tenants
@@ -33,6 +34,7 @@ class Scheduler(BareScheduler):
     forks: Forks
     pooling: Pooling
     programs: Programs
+    result_bytes: ResultBytes
     routed_experts: RoutedExpertRows
     suspects: Suspects
     tenants: Tenants
@@ -74,6 +76,7 @@ class Scheduler(BareScheduler):
             forks,
             Beams(core, forks),
             RoutedExpertRows(core),
+            ResultBytes(core),
             Suspects(core),
             Adapters(core),
             Transfers(core, self._costs),

@@ -16,7 +16,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestDat
 from quire.scheduler_proc.core.endings import Endings
 from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled
 from quire.scheduler_proc.core.steady_decode import NEVER
-from quire.scheduler_proc.core.step import Contents, StepPlan, StepRow
+from quire.scheduler_proc.core.step import Budget, Contents, StepPlan, StepRow
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
@@ -137,6 +137,10 @@ class Feature:
         """A request is in the queue again, because nothing outside of the scheduler holds it any more."""
 
     # ---- a step, in the order of its calls
+
+    def budget(self) -> Budget | None:
+        """Return what the feature rations in a step that is planned."""
+        return None
 
     def begin_plan(self, plan: StepPlan) -> None:
         """A step is planned. No request has a row in it yet."""

@@ -48,17 +48,17 @@ class Planner:
         Args:
             pause: if not empty, no request is admitted.
         """
-        plan = self._fill(StepPlan(step, self.config, self.kv), pause)
+        plan = self._fill(step, pause)
         for count, replan in zip(self.calls.num_replans, self.calls.replan, strict=True):
             for _ in range(count()):
                 if plan.rows or self.steady_decode.batch:
                     break
                 replan()
-                plan = self._fill(StepPlan(step, self.config, self.kv), pause)
+                plan = self._fill(step, pause)
         return plan
 
-    def _fill(self, plan: StepPlan, pause: str) -> StepPlan:
-        """Fill a plan, in an order in which each part may rely on the ones before.
+    def _fill(self, step: int, pause: str) -> StepPlan:
+        """Return a plan that was filled in an order in which each part may rely on the ones before.
 
         1. Features settle what changed since the last step, so that no row is given to what waits for others.
         2. Running requests before waiting ones: they hold blocks, and each step that leaves them out keeps these from
@@ -68,6 +68,8 @@ class Planner:
            after all waiting requests were considered; otherwise before, so that these find the blocks of this step.
         4. Last, what needs certainty about the rows of this step.
         """
+        budgets = [made for budget in self.calls.budget if (made := budget()) is not None]
+        plan = StepPlan(step, self.config, self.kv, budgets)
         can_claim = self.config.scheduling_policy == "priority" or any(claims() for claims in self.calls.claims)
         for begin_plan in self.calls.begin_plan:
             begin_plan(plan)

@@ -1,17 +1,15 @@
 """Step plan: the decisions of one step while it is planned, and the diff built from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
-
-_NO_LIMIT = 2**62
 
 
 class NewBlocks(NamedTuple):
@@ -45,7 +43,6 @@ class StepRow:
         shares_with: handle of the request whose blocks it shares since this step, or -1.
         first: its first position, if it is of a pooled request. Set when the step is sent.
         pools: its pooled request ends with the result. Set when the step is sent.
-        side_bytes: bytes of its vectors or routed experts in the result. Set when it is added to a plan.
     """
 
     request: Request
@@ -58,7 +55,25 @@ class StepRow:
     shares_with: int = -1
     first: int = 0
     pools: bool = False
-    side_bytes: int = 0
+
+
+class Budget(Protocol):
+    """Something that a feature rations between the rows of one step. Tokens and prefills are rationed by the plan.
+
+    Attributes:
+        reason: why a request waits for which too little is left.
+    """
+
+    reason: WaitReason
+
+    def left(self, request: Request, num_computed: int) -> int:
+        """Return how many positions after the first ``num_computed`` of a request the rest has room for."""
+
+    def take(self, row: StepRow) -> None:
+        """Take what a row needs, which is added to the plan."""
+
+    def give_back(self, row: StepRow) -> None:
+        """Give back what a row has taken, which is withdrawn."""
 
 
 class StepPlan:
@@ -73,19 +88,19 @@ class StepPlan:
         config: limits of the step.
         budget: tokens left.
         prefill_budget: tokens left for prefills, of ``prefill_limit``.
-        side_budget: bytes left in the result for vectors and routed experts. The few of decoding requests do not count.
+        budgets: what features ration in the step.
         grown: requests in steady decode that got the blocks in ``new_blocks``.
         last: requests in steady decode whose last token is sampled in this step.
         alone: the only request that may be in the step, or None; others_wait: then the reason of all others.
         keep_free: blocks that admission leaves free, as of when it began. Requests admitted since do not raise it.
     """
 
-    def __init__(self, step: int, config: EngineConfig, kv: KVCacheManager) -> None:
+    def __init__(self, step: int, config: EngineConfig, kv: KVCacheManager, budgets: Sequence[Budget] = ()) -> None:
         self.step = step
         self.config = config
         self._kv = kv
         self.budget = self.prefill_budget = self.prefill_limit = config.step_tokens
-        self.side_budget = MAX_STEP_SIDE_BYTES
+        self.budgets = budgets
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0
@@ -116,30 +131,24 @@ class StepPlan:
         if (reason := self.lacks_tokens()) is not None:
             return reason
         missing, chunked = request.num_tokens - num_hit_tokens, self.config.enable_chunked_prefill
-        if self.reported_tokens(request, num_hit_tokens) < (1 if chunked else missing):
-            return WaitReason.RESULT_SIZE
+        for budget in self.budgets:
+            if budget.left(request, num_hit_tokens) < (1 if chunked else missing):
+                return budget.reason
         return None if chunked or missing <= self.budget else WaitReason.WHOLE_PROMPT
-
-    def reported_tokens(self, request: Request, num_computed: int) -> int:
-        """Return how many positions after the first ``num_computed`` the rest of the result has room for."""
-        if not request.row_bytes:
-            return _NO_LIMIT
-        rows = self.side_budget // request.row_bytes - _num_reported(request, num_computed)
-        return _NO_LIMIT if _is_one_row(request) and rows > 0 else rows
 
     def prefill_tokens(self, request: Request, wanted: int, num_computed: int) -> int:
         """Return how many of the ``wanted`` positions of a prefill the step can compute."""
-        most = min(wanted, self.budget, self.prefill_budget, self.reported_tokens(request, num_computed))
+        most = min(wanted, self.budget, self.prefill_budget)
+        for budget in self.budgets:
+            most = min(most, budget.left(request, num_computed))
         most = min(most, self._kv.step_tokens(request.num_tokens))
         return min(most, self.config.long_prefill_token_threshold or most)
 
     def add(self, row: StepRow) -> None:
         request = row.request
         self.rows[request.handle] = row
-        if request.row_bytes:
-            count = 1 if _is_one_row(request) else row.num_tokens + _num_reported(request, request.num_computed_tokens)
-            row.side_bytes = count * request.row_bytes
-            self.side_budget -= row.side_bytes
+        for budget in self.budgets:
+            budget.take(row)
         self.budget -= row.num_tokens
         if row.is_prefill:
             self.prefill_budget -= row.num_tokens
@@ -148,7 +157,8 @@ class StepPlan:
         """Remove the request's row from the plan and return its tokens to the budget."""
         row = self.rows.pop(request.handle, None)
         if row is not None:
-            self.side_budget += row.side_bytes
+            for budget in self.budgets:
+                budget.give_back(row)
             self.budget += row.num_tokens
             if row.is_prefill:
                 self.prefill_budget += row.num_tokens
@@ -157,15 +167,6 @@ class StepPlan:
         if request in self.grown:
             self.grown.remove(request)
             self.new_blocks.remove(request.handle)
-
-
-def _is_one_row(request: Request) -> bool:
-    return request.pooling is not None and request.pooling.task != "token_embed"
-
-
-def _num_reported(request: Request, num_computed: int) -> int:
-    """Return how many computed positions are in the result: a new row with routed experts reports them too."""
-    return 0 if request.on_worker or request.pooling is not None else num_computed
 
 
 Contents = tuple[Int32, list[Int32]]

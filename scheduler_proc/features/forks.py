@@ -180,7 +180,7 @@ class Forks(Feature):
         table, kv, samples = self._table, self._kv, num_shared == child.num_tokens
         if len(table.running) >= plan.config.max_num_seqs:
             return
-        if plan.reported_tokens(child, num_shared) < child.num_tokens - num_shared:
+        if any(budget.left(child, num_shared) < child.num_tokens - num_shared for budget in plan.budgets):
             return
         if parent.handle in kv.forks:  # its own last block is not complete before the next step
             return

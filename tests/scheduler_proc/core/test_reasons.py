@@ -62,7 +62,7 @@ def whole_prompt() -> Driver:
 
 
 def result_size() -> Driver:
-    driver = pair(first=[1, 2, 3, 4, 5])
+    driver = pair(first=[1, 2, 3, 4, 5], enable_return_routed_experts=True)
     for request_id in ("first", "second"):  # as if five positions filled the result of a step
         driver.request(request_id).row_bytes = MAX_STEP_SIDE_BYTES // 5
     driver.schedule()

@@ -10,7 +10,7 @@ from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
-from quire.scheduler_proc.core import step
+from quire.scheduler_proc.features import result_bytes
 from quire.scheduler_proc.trace.lines import encode_line
 
 PROMPT = list(range(100, 120))
@@ -34,7 +34,7 @@ def results_of(driver: Driver) -> list[ModelRunnerOutput]:
 @pytest.mark.parametrize("is_encoder", [False, True])
 def test_vectors_of_all_tokens(is_encoder: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result has room for two and a half prompts; an encoder computes only whole ones."""
-    monkeypatch.setattr(step, "MAX_STEP_SIDE_BYTES", 50 * 6 * 4)
+    monkeypatch.setattr(result_bytes, "MAX_STEP_SIDE_BYTES", 50 * 6 * 4)
     whole = {"generates": False, "enable_chunked_prefill": False, "num_blocks": 2, "layout": NO_KV}
     driver = Driver(pooling=POOLING, max_num_batched_tokens=512, max_num_seqs=16, **(whole if is_encoder else {}))
     if not is_encoder:
@@ -52,7 +52,7 @@ def test_vectors_of_all_tokens(is_encoder: bool, monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_vector_of_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "MAX_STEP_SIDE_BYTES", 3 * 6 * 4)
+    monkeypatch.setattr(result_bytes, "MAX_STEP_SIDE_BYTES", 3 * 6 * 4)
     driver = Driver(pooling=POOLING, max_num_batched_tokens=512, max_num_seqs=16)
     for number in range(7):
         driver.add(f"e{number}", [*PROMPT, number], pooling=PoolingParams())
@@ -62,7 +62,7 @@ def test_one_vector_of_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_routed_experts_of_prefix_hits_and_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A result has room for the experts of three prompts, of which 20 tokens come from the prefix cache."""
-    monkeypatch.setattr(step, "MAX_STEP_SIDE_BYTES", 3 * 21 * 2 * 4)
+    monkeypatch.setattr(result_bytes, "MAX_STEP_SIDE_BYTES", 3 * 21 * 2 * 4)
     driver = Driver(enable_return_routed_experts=True, max_num_batched_tokens=512, max_num_seqs=16)
     driver.add("first", PROMPT, max_tokens=9, return_routed_experts=True)
     driver.step(2)

@@ -1,0 +1,58 @@
+"""Result bytes: the room that the result of a step has for vectors and routed experts."""
+
+from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Feature
+from quire.scheduler_proc.core.step import StepRow
+from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.requests.request import Request
+
+_NO_LIMIT = 2**62
+
+
+class ResultBytes(Feature):
+    """Rations the bytes of a result between the rows of a step. The few of decoding requests do not count."""
+
+    name = "result_bytes"
+
+    def __init__(self, core: Core) -> None:
+        config = core.config
+        self._may_have_rows = config.model.pooling is not None or config.enable_return_routed_experts
+
+    def budget(self) -> "StepBytes | None":
+        return StepBytes() if self._may_have_rows else None
+
+
+class StepBytes:
+    """The bytes of one step."""
+
+    reason = WaitReason.RESULT_SIZE
+
+    def __init__(self) -> None:
+        self._left = MAX_STEP_SIDE_BYTES
+        self._taken: dict[int, int] = {}
+
+    def left(self, request: Request, num_computed: int) -> int:
+        if not request.row_bytes:
+            return _NO_LIMIT
+        rows = self._left // request.row_bytes - _num_reported(request, num_computed)
+        return _NO_LIMIT if _is_one_row(request) and rows > 0 else rows
+
+    def take(self, row: StepRow) -> None:
+        request = row.request
+        if request.row_bytes:
+            count = 1 if _is_one_row(request) else row.num_tokens + _num_reported(request, request.num_computed_tokens)
+            self._taken[request.handle] = count * request.row_bytes
+            self._left -= count * request.row_bytes
+
+    def give_back(self, row: StepRow) -> None:
+        self._left += self._taken.pop(row.request.handle, 0)
+
+
+def _is_one_row(request: Request) -> bool:
+    return request.pooling is not None and request.pooling.task != "token_embed"
+
+
+def _num_reported(request: Request, num_computed: int) -> int:
+    """Return how many computed positions are in the result: a new row with routed experts reports them too."""
+    return 0 if request.on_worker or request.pooling is not None else num_computed

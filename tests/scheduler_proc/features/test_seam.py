@@ -1,0 +1,190 @@
+"""The seam between the core of the scheduler and its features: names, order, the memo of a refusal, and one more."""
+
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keyframed_runs import keyframe_of, tails
+from log_replay import replay
+from scheduler_driver import Driver
+from scheduler_load import Load, adapter_settings, program_settings, random_settings
+from tiers import thinned
+
+from quire.scheduler_proc import scheduler as scheduler_module
+from quire.scheduler_proc.core.context import Core
+from quire.scheduler_proc.core.feature import Calls, Feature
+from quire.scheduler_proc.core.planner import Planner
+from quire.scheduler_proc.core.step import StepPlan, StepRow
+from quire.scheduler_proc.features.adapters.adapters import Adapters
+from quire.scheduler_proc.requests.reasons import WaitReason
+from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.trace import snapshot_reader
+
+NAMES = r"adapters?|loras?|tiers?|transfers?|programs?|pins?|pinned|forks?|forked|beams?|tenants?|suspects?"
+
+
+def test_core_names_no_capability() -> None:
+    """Only as a word of its own or a part of an identifier."""
+    word = re.compile(rf"(?<![a-z])({NAMES})(?![a-z])", re.IGNORECASE)
+    folder = Path(scheduler_module.__file__).parent / "core"
+    found = {path.name: sorted(set(word.findall(path.read_text()))) for path in folder.glob("*.py")}
+    assert {name: words for name, words in found.items() if words} == {}
+
+
+def _load(seed: int) -> Load:
+    """Return a load with few rows and blocks, so that requests wait, and features that let them."""
+    rng = random.Random(seed)
+    settings = random_settings(rng, hybrid=seed % 3 == 0) | (
+        adapter_settings(rng) if seed % 2 else program_settings(rng)
+    )
+    load = Load(rng, Driver(**settings, num_tenants=1 + seed % 4 // 2))
+    load.num_tenants = 1 + seed % 4 // 2
+    return load
+
+
+def _count_wrong_answers(monkeypatch: pytest.MonkeyPatch, seeds: Sequence[int]) -> tuple[int, list[Any]]:
+    """Return how often the memo of the planner answered, and where ``admit`` would have answered otherwise."""
+    obstacle, admit, asked, answered, wrong = Planner.admission_obstacle, Planner.admit, [], [0], []
+
+    def counted(self: Planner, plan: StepPlan, request: Request, **options: Any) -> WaitReason | None:
+        asked.append(request)
+        return admit(self, plan, request, **options)
+
+    def checked(self: Planner, plan: StepPlan, request: Request) -> WaitReason | None:
+        asked.clear()
+        reason = obstacle(self, plan, request)
+        if not asked:
+            answered[0] += 1
+            if (truth := admit(self, plan, request)) is not reason:
+                wrong.append((request, reason, truth))
+                return truth
+        return reason
+
+    monkeypatch.setattr(Planner, "admit", counted)
+    monkeypatch.setattr(Planner, "admission_obstacle", checked)
+    for seed in seeds:
+        load = _load(seed)
+        while len(load.driver.diffs) < 100:
+            load.random_event()
+    return answered[0], wrong
+
+
+def test_the_memo_of_a_refusal_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_answered, wrong = _count_wrong_answers(monkeypatch, range(6))
+    assert num_answered > 100 and not wrong
+
+
+def test_without_versions_of_features_the_memo_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Adapters, "version", Feature.version)
+    _, wrong = _count_wrong_answers(monkeypatch, range(1, 12, 2))
+    assert {(reason, truth) for _, reason, truth in wrong} >= {(WaitReason.MAX_NUM_SEQS, WaitReason.ADAPTER)}
+
+
+ORDERED = ("admitted", "after_running", "arrived", "begin_plan", "ending", "new_epoch", "prepare", "spare")
+"""Hooks whose order ``Scheduler.make_features`` argues."""
+
+
+def _reverse(monkeypatch: pytest.MonkeyPatch, hooks: Sequence[str]) -> None:
+    subscribe = Calls.subscribe
+
+    def reversed_subscribe(self: Calls, features: Sequence[Feature]) -> None:
+        subscribe(self, features)
+        for hook in hooks:
+            setattr(self, hook, tuple(reversed(getattr(self, hook))))
+
+    monkeypatch.setattr(Calls, "subscribe", reversed_subscribe)
+
+
+@pytest.mark.parametrize("seed", thinned(range(8), keep=2))
+def test_order_does_not_matter_for_other_hooks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = _load(seed)
+    load.fixed_budget = True
+    while len(load.driver.diffs) < 120:
+        load.random_event()
+    load.drain()
+    hooks = vars(load.driver.scheduler.core.calls).keys() - {"handlers", *ORDERED}
+    assert "obstacle" in hooks and len(hooks) > 20
+    _reverse(monkeypatch, sorted(hooks))
+    assert replay(load.driver.header, list(load.driver.log)) is None
+
+
+class Thirds(Feature):
+    """A capability that was made up: each third request waits for two steps, and a step has room for two new ones."""
+
+    name = "thirds"
+    reason = WaitReason.STREAMING
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.num_added = self.num_held = 0
+        self.free_at: dict[int, int] = {}
+        self.most_new = 0
+
+    def added(self, request: Request) -> None:
+        self.num_added += 1
+        if self.num_added % 3 == 0:
+            self.free_at[request.handle] = -1
+
+    def ended(self, request: Request) -> None:
+        self.free_at.pop(request.handle, None)
+
+    def obstacle(self, request: Request) -> WaitReason | None:
+        if self.free_at.get(request.handle) == -1:
+            self.num_held += 1
+            self.free_at[request.handle] = self._core.next_step + 2
+        return self.reason if self._core.next_step < self.free_at.get(request.handle, 0) else None
+
+    def version(self, request: Request) -> object:
+        return self._core.next_step < self.free_at.get(request.handle, 0)
+
+    def budget(self) -> "Thirds.Budget":
+        return Thirds.Budget(self)
+
+    def check(self) -> None:
+        assert self.free_at.keys() <= {request.handle for request in self._core.table.requests.values()}
+
+    class Budget:
+        reason = WaitReason.STREAMING
+
+        def __init__(self, owner: "Thirds") -> None:
+            self._owner, self._new = owner, set[int]()
+
+        def left(self, request: Request, num_computed: int) -> int:
+            return 99 if request.on_worker or len(self._new) < 2 else 0
+
+        def take(self, row: StepRow) -> None:
+            if not row.request.on_worker:
+                self._new.add(row.request.handle)
+                self._owner.most_new = max(self._owner.most_new, len(self._new))
+
+        def give_back(self, row: StepRow) -> None:
+            self._new.discard(row.request.handle)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_made_up_feature_needs_no_edit_of_the_core(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found by keyframes and statistics, and its runs are replayed."""
+    make_features = scheduler_module.Scheduler.make_features
+    monkeypatch.setattr(
+        scheduler_module.Scheduler, "make_features", lambda self, core: (*make_features(self, core), Thirds(core))
+    )
+    monkeypatch.setattr(snapshot_reader, "_PACKAGES", (*snapshot_reader._PACKAGES, __name__))
+    driver = Driver(num_blocks=60, max_num_batched_tokens=64)
+    rng = random.Random(seed)
+
+    def burst(name: str) -> None:
+        for index in range(9):
+            driver.add(f"{name} {index}", [rng.randrange(9)] * 9, max_tokens=rng.randrange(1, 20))
+        driver.run()
+
+    burst("before")
+    keyframe_of(driver)
+    burst("after")
+    thirds: Any = vars(driver.scheduler)["thirds"]
+    assert thirds.num_held == 6 and thirds.most_new == 2 and not thirds.free_at
+    (tail,) = tails(driver)
+    assert replay(driver.header, list(driver.log)) is None
+    assert replay(driver.header, tail, check=True) is None
