@@ -10,9 +10,7 @@ from quire.protocol.block_hash import BlockHasher, HashChain
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
-from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Known, Refusal
@@ -24,7 +22,7 @@ MAX_REQUEST_ID = 256
 
 
 class ArrivalFields(Protocol):
-    """Fields that all kinds of arrivals have."""
+    """What the core reads of an arrival; features read their own fields."""
 
     @property
     def request_id(self) -> str: ...
@@ -37,19 +35,7 @@ class ArrivalFields(Protocol):
     @property
     def arrival(self) -> float: ...
     @property
-    def tenant(self) -> int: ...
-    @property
     def resubmitted(self) -> bool: ...
-    @property
-    def adapter(self) -> AdapterRef | None: ...
-    @property
-    def job_id(self) -> str: ...
-    @property
-    def is_last_step(self) -> bool: ...
-    @property
-    def pooling(self) -> PoolingParams | None: ...
-    @property
-    def hint(self) -> str: ...
 
 
 class Admission:

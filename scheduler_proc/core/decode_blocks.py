@@ -79,13 +79,13 @@ class SteadyBlockAllocator:
     def _take(self, requests: Sequence[Request]) -> list[KVCacheBlock]:
         """Free blocks that windows have left, and take a new block per group, for the first requests or for all."""
         pool, num_groups = self._pool, len(self._tables)
-        if not pool.by_tenant:
+        if not pool.is_fair:
             count = self._skip(requests) if self._num_skipped else len(requests)
             return pool.get_new_blocks(count * num_groups)
         taken: list[KVCacheBlock] = []
-        for request in requests:  # each release and each new block changes which tenant has the most
-            pool.act_for(request.tenant)
-            # With tenants each request is handled alone, so that the pool evicts exactly what it would have evicted in
+        for request in requests:  # each release and each new block changes which account has the most
+            self._kv.act_for(request)
+            # With accounts each request is handled alone, so that the pool evicts exactly what it would have evicted in
             # plain steps.
             if self._num_skipped and not self._skip((request,)):
                 break

@@ -91,7 +91,7 @@ class OutputCollector:
                     self._client(client).side.append(own)
 
     def hypotheses(self, request: Request, found: list[Hypothesis]) -> None:
-        """Add the outputs of a beam search."""
+        """Add the outputs of a search."""
         self.introduce(request)
         self._client(request.client).hypotheses.append((request.handle, found))
 

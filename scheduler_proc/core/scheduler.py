@@ -36,7 +36,7 @@ from quire.scheduler_proc.core.steady_decode import NEVER, SteadyDecode
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv.fair_pool import pool_class_for
+from quire.scheduler_proc.kv.fair_pool import pool_class_for, pool_maker
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
@@ -89,7 +89,7 @@ class BareScheduler:
             max_step_tokens=config.step_tokens,
             min_step_tokens=1 if config.enable_chunked_prefill else config.step_tokens,
             pipeline_depth=config.pipeline_depth,
-            pool_class=partial(self.pool_class(config), events=kv_events, has_pins=config.uses_programs),
+            pool_class=pool_maker(config, self.pool_class(config), kv_events),
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,

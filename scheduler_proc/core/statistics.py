@@ -16,7 +16,7 @@ from quire.protocol.wire.timeline import TimelineEvent
 from quire.scheduler_proc.core.request_table import RequestTable
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.manager import KVCacheManager
-from quire.scheduler_proc.requests.reasons import RESERVED_REASONS, Decision, PreemptReason, WaitReason
+from quire.scheduler_proc.requests.reasons import RESERVED_REASONS, RUNNING_REASON, Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
 
 MAX_LISTED = 200
@@ -117,8 +117,8 @@ def make_statistics(
     is_paused: bool,
 ) -> Statistics:
     """Return the reply to a Control message. ``query``: its number; ``done``: whether the command was executed."""
-    # All of them, because a series that ends would be a gap in a graph. ADAPTER_TURN is a reason of running requests.
-    hidden = (WaitReason.ADAPTER_TURN, *RESERVED_REASONS)
+    # All of them, because a series that ends would be a gap in a graph.
+    hidden = (RUNNING_REASON, *RESERVED_REASONS)
     reasons = Counter({str(reason): 0 for reason in WaitReason if reason not in hidden})
     reasons.update(str(request.wait_reason) for request in table.skipped_waiting.values())
     if table.waiting:
@@ -161,7 +161,7 @@ def _request_state(
 ) -> RequestState:
     handle, reason = request.handle, ""
     if handle in table.running:
-        state, reason = "running", "" if request.can_run else str(WaitReason.ADAPTER_TURN)
+        state, reason = "running", "" if request.can_run else str(RUNNING_REASON)
     elif handle in table.leaving:
         state = "leaving"
     elif handle in table.skipped_waiting:

@@ -104,7 +104,7 @@ class StepPlan:
         self.rows: dict[int, StepRow] = {}
         self.preempted: list[Request] = []
         self.num_claimed = 0
-        """Preempted requests whose blocks or rows were claimed by another tenant; they do not stop admission."""
+        """Preempted requests whose blocks or rows were claimed for another account; they do not stop admission."""
         self.grown: list[Request] = []
         self.new_blocks = NewBlocks([], [], [])
         self.last: list[Request] = []

@@ -28,11 +28,11 @@ class BlockPool:
         num_revived_blocks: free blocks that cache hits have taken from the free queue since the start.
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
-        by_tenant: whether the order of reuse depends on the tenants for which blocks were freed.
+        is_fair: whether the order of reuse depends on the tenants for which blocks were freed.
         releases: with pins, the releases in the free queue; otherwise None.
     """
 
-    by_tenant: ClassVar[bool] = False
+    is_fair: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from quire.protocol.config import EngineConfig
@@ -213,7 +214,7 @@ class FairFreeQueue(FreeKVCacheBlockQueue):
 class FairBlockPool(BlockPool):
     """A block pool for several tenants, with fair eviction."""
 
-    by_tenant = True
+    is_fair = True
     free_block_queue: FairFreeQueue
 
     def _make_queue(self) -> FairFreeQueue:
@@ -299,3 +300,10 @@ class FairPages(FairBlockPool):
 def pool_class_for(config: EngineConfig) -> type[BlockPool]:
     """Return the pool class for the configuration."""
     return FairBlockPool if config.fair_admission and config.num_tenants > 1 else BlockPool
+
+
+def pool_maker(
+    config: EngineConfig, pool_class: type[BlockPool], events: KVEventRecorder | None
+) -> Callable[..., BlockPool]:
+    """Return what makes a pool of this class with what the configuration needs."""
+    return partial(pool_class, events=events, has_pins=config.uses_programs)

@@ -102,7 +102,7 @@ class KVCacheManager:
         self.disk: DiskTier | None = None
         self.tiers: list[Tier] = []
         if num_host_pages:
-            self.tiers.append(host_tier(num_host_pages, self.pool.events, by_tenant=self.pool.by_tenant))
+            self.tiers.append(host_tier(num_host_pages, self.pool.events, is_fair=self.pool.is_fair))
         if num_disk_pages:
             self.disk = DiskTier(num_disk_pages, num_host_pages, forgotten, self.pool.events)
             self.tiers.append(self.disk)
@@ -218,7 +218,7 @@ class KVCacheManager:
         hits = coordinator.no_blocks if computed is None else computed
         if not coordinator.needs_blocks(handle, num_tokens, hits):
             return coordinator.no_blocks
-        self.pool.act_for(request.tenant)
+        self.act_for(request)
         if coordinator.skips:
             acknowledged = request.num_acknowledged_tokens
             assert acknowledged <= num_computed, (
@@ -268,6 +268,10 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
+    def act_for(self, request: CacheRequest) -> None:
+        """Count what is allocated and freed next for the request's tenant."""
+        self.pool.act_for(request.tenant)
+
     def free(self, request: CacheRequest, pin: int = 0) -> None:
         """Free all blocks of a request.
 
@@ -275,7 +279,7 @@ class KVCacheManager:
             pin: number under which the contents that become free are pinned: they are evicted after all others. They
                 join those that it has already. 0 pins nothing.
         """
-        self.pool.act_for(request.tenant)
+        self.act_for(request)
         # A pending copy to the request is dropped with it: its target is about to be free.
         self.forks.forget(request.handle)
         self.pool.begin_release(pin)

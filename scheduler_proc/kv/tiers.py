@@ -73,12 +73,12 @@ class Tier:
         self.pages.free_blocks(pages)
 
 
-def host_tier(num_pages: int, events: KVEventRecorder | None, *, by_tenant: bool = False) -> Tier:
-    """Return host memory. Contents are evicted from the tenant that has the most if ``by_tenant``.
+def host_tier(num_pages: int, events: KVEventRecorder | None, *, is_fair: bool = False) -> Tier:
+    """Return host memory. Contents are evicted from the tenant that has the most if ``is_fair``.
 
     ``num_pages`` includes page 0, which is not used. ``events``: as in BlockPool.
     """
-    return Tier(FairPages(num_pages, events, "host") if by_tenant else BlockPool(num_pages, True, events, "host"))
+    return Tier(FairPages(num_pages, events, "host") if is_fair else BlockPool(num_pages, True, events, "host"))
 
 
 class _DiskPool(BlockPool):

@@ -73,6 +73,8 @@ class PreemptReason(enum.StrEnum):
 HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 LASTING_REASONS = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.PROGRAM_LIMIT, WaitReason.FULL_SEQUENCE)
 """They depend on rows and blocks, and not on which prefills a step has."""
+RUNNING_REASON = WaitReason.ADAPTER_TURN
+"""The only reason for which a running request is not computed."""
 RESERVED_REASONS = (WaitReason.REMOTE_KV, WaitReason.STREAMING)
 """Nothing produces them yet (docs/reserved.md), so statistics have them only if a request waits for one."""
 

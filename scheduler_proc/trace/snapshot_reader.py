@@ -58,9 +58,10 @@ _RENAMED = {
     "turns.Turns": "turns.AdapterTurns",
     "statistics.LoadCounts": "transfers.LoadCounts",
     "step.StepRow.forked_from": "shares_with",
+    "step.StepRow.side_bytes": "",
     "tenants.TenantShares": "tenants.Tenants",
 }
-"""Classes and fields in snapshots of an earlier Quire, with their names of today."""
+"""Classes and fields in snapshots of an earlier Quire, with their names of today; empty for what is no state now."""
 _MOVED = {
     "scheduler.Scheduler._drafting": "drafts._policy",
     "request_table.RequestTable.rows": "tenants.rows",
@@ -246,7 +247,7 @@ class _Reader:
         if row.table.fields:
             kind = state_name(type(made))
             fields = [_RENAMED.get(f"{kind}.{field}", field) for field in row.table.fields]
-            parts = {field: value for field, value in zip(fields, values, strict=True) if value is not ABSENT}
+            parts = {field: value for field, value in zip(fields, values, strict=True) if field and value is not ABSENT}
             if isinstance(made, Request):
                 of_features = {name: parts.pop(name) for name in parts.keys() - dir(Request)}
                 for name, value in of_features.items():
