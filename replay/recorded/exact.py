@@ -177,7 +177,7 @@ class _Replay:
         line = entry.line
         if isinstance(line, Lost | Keyframe):
             raise ConfigError(f"{entry.file}:{entry.number}: {_refusal(line)}")
-        if isinstance(line, PrefixCacheEvent):
+        if isinstance(line, PrefixCacheEvent):  # made by the decision, whose line follows
             self._admissions.append(entry)
             return None if entry.is_intact else _altered(entry, line.step)
         try:
@@ -248,6 +248,7 @@ class _Replay:
             self._observer.arrived(line, decisions)
 
     def _take_result(self, line: Result) -> None:
+        # A search that continues forks beams while the result is applied; hashes of theirs are added afterwards.
         late = self._add_future_hashes(line.hashes, beams=bool(line.beams))
         for ended in line.ended:
             self._check_length(ended)
@@ -302,12 +303,15 @@ class _Replay:
     # ---- decisions
 
     def _decide(self, line: StepDecision) -> None:
+        # Before the decision: a block that it fills gets its hash from the trace, because there are no tokens, and a
+        # request that is admitted in the same step may find it.
         self._add_future_hashes(line.hashes)
         diff = self.scheduler.schedule(line.now)
         if diff is None:
             raise Differs("step", line.step, NOTHING)
         decisions = self._take_decisions()
         self._compare_admissions(diff.step)
+        # Most steps are steady decode: making a line of each diff would take most of the replay's time.
         if self._decisions or not (is_quiet_line(line) and is_quiet(diff) and line.step == diff.step):
             compare_decisions(line, self._as_line(line, diff), self._name_of)
         self._step = line.step

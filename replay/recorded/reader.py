@@ -78,6 +78,7 @@ class TraceReader:
             if at and read_header(file).part != self.header.part + at:
                 self._report(f"{file} is part {read_header(file).part}, not {self.header.part + at} of the trace")
                 return
+            # Before the file is read: the last line of a scheduler that died may be cut, which is then no damage.
             restarts = self._restarts_after(at)
             end = None
             for each in self._read(file, may_be_cut=restarts):

@@ -89,6 +89,7 @@ class RequestOutcomes:
             case WorkerEpoch():
                 self._add_hashes(line.hashes)
                 self._add_pending()
+                # Results of steps that were in flight follow, and their tokens are ignored, as by the scheduler.
                 self._sampling, self._stale_until = [], self._step
             case Keyframe(snapshot=snapshot):
                 self._step = 0 if snapshot is None else snapshot.step
@@ -157,6 +158,7 @@ class RequestOutcomes:
             self._add_pending()
             self._sampling = line.handles
         if line.counts is None:
+            # Only counted: adding one token to each of 256 requests in each step would dominate the loading.
             self._num_results += 1
         else:
             for handle, count in zip(self._sampling, line.counts, strict=False):

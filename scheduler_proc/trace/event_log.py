@@ -135,6 +135,7 @@ class EventLog:
         record = Record(RecordKind.KEYFRAME, now, 0, (msgspec.msgpack.encode(state),), tuple(live))
         if len(record.frames[0]) * KEYFRAMES_PER_RING <= self._max_bytes:
             self._append(record)
+        # Also after one that was too large: the next try waits as long, because each costs a step its time.
         self._at_keyframe = self._appended
 
     @property

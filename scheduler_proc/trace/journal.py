@@ -139,7 +139,7 @@ class Journal:
             new_workers: whether the worker group was replaced.
         """
         now = self._clock()
-        if budget_halved:
+        if budget_halved:  # first, as it happened: the epoch's first step has the smaller budget
             self.log.token_budget_halved(now)
         self.log.worker_epoch_began(now, new_workers=new_workers)
         if self._recorder is not None:

@@ -128,6 +128,7 @@ class TraceRecorder:
     def decided(self, now: float, diff: SchedulerOutput | None) -> None:
         """Record the result of ``schedule()``: a diff, or None. Call ``note`` with its reasons first."""
         decision_log, put = self._log, self._put
+        # Copies: the lines are made later, when the lists have what follows.
         reasons = self._reasons.copy()
         step = self._scheduler.last_step + 1 if diff is None else diff.step
         if diff is not None and self._snapshot != self._last_snapshot:

@@ -170,7 +170,8 @@ class _Writer:
 
     def tables(self, scheduler: Scheduler) -> list[ObjectTable]:
         self._column([scheduler])
-        return [self._table(kind, objects) for kind, objects in self.found]  # grows meanwhile
+        # Each table may number objects that it is the first to refer to, so that ``found`` grows meanwhile.
+        return [self._table(kind, objects) for kind, objects in self.found]
 
     def _column(self, parts: Sequence[Any]) -> Column:
         kinds = set(map(type, parts))

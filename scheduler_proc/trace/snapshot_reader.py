@@ -142,6 +142,8 @@ class _Reader:
                 self._made[number] = self._next_live(row)
             elif (own := self._own.get(number)) is not None:
                 self._match_parts(own, row)
+        # Objects refer to each other in circles, so each is made empty before any is filled. The stack replaces a
+        # recursion, which a long chain of objects in an altered keyframe would make too deep.
         self._make(self._first)
         while self._empty:
             self._fill(self._empty.pop())
@@ -185,6 +187,7 @@ class _Reader:
             made = self._whole(row)
             if made is None:
                 kind: Any = CONTAINERS.get(row.table.name) or self._class(row.table.name)
+                # A new list: the Scheduler's own may have content from its start, and is only added to.
                 is_own = kind is not list and number in self._own
                 made = self._own[number] if is_own else kind.__new__(kind)
                 self._empty.append(number)
