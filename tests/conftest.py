@@ -11,15 +11,10 @@ import pytest
 from checkpoints import make_checkpoint
 from lent_engines import LentEngines
 from side_runs import PROGRAMS, SideRuns
+from tiers import examples
 
 # Threads of several test processes that share a few cores wait for each other at every barrier.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# In continuous integration a failure must come from the change, so the examples are always the same; elsewhere they are
-# new in every run.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("here", deadline=None)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 pytest_plugins = ["cpu_seconds"]
@@ -56,6 +51,14 @@ STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Side programs inherit it. Test modules are imported later, and read it for the number of their examples.
+    os.environ["QUIRE_TESTS_TIER"] = "default" if "not full" in config.option.markexpr else "full"
+    # In continuous integration a failure must come from the change, so the examples are always the same; elsewhere they
+    # are new in every run.
+    hypothesis.settings.register_profile(
+        "here", derandomize="CI" in os.environ, deadline=None, max_examples=examples(100)
+    )
+    hypothesis.settings.load_profile("here")
     config.stash[STDERR] = os.dup(2)  # while no test runs, whose output pytest captures
 
 

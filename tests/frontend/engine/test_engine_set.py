@@ -5,6 +5,7 @@ from engine_world import Answer, World, length
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tiers import examples
 
 from quire.frontend.engine.session import ENGINE_FAULT
 from quire.protocol.errors import EngineError, InvalidRequest
@@ -450,7 +451,9 @@ TestMachine.settings = settings(max_examples=15, stateful_step_count=40, deadlin
 
 @pytest.mark.full
 class TestLongMachine(Machine.TestCase):  # type: ignore[misc, name-defined]
-    settings = settings(max_examples=150, stateful_step_count=50, deadline=None, phases=[Phase.reuse, Phase.generate])
+    settings = settings(
+        max_examples=examples(150), stateful_step_count=50, deadline=None, phases=[Phase.reuse, Phase.generate]
+    )
 
 
 def test_new_requests_do_not_count_as_progress_of_engines_that_hang() -> None:

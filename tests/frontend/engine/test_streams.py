@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.frontend.engine.streams import Stream, StreamTable
 from quire.protocol.request.sampling_params import SamplingParams
@@ -100,7 +101,7 @@ def test_an_end_before_the_first_token() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_repeated_parts(data: st.DataObject) -> None:
     """A preempted request starts again, maybe with other chunks."""
     num_prompt = data.draw(st.integers(2, 20))

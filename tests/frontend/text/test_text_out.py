@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from tokenizers import Tokenizer
 
 from quire.frontend.engine.answers import Answer
@@ -58,7 +59,7 @@ class TestDetokenizer:
         assert stream(TextOut(tokenizer), [[token] for token in ids]) == "hi"
 
     @given(data=st.data())
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def test_incremental_decoding_equals_decoding_at_once(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.integers(0, 420), max_size=120))
         sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
@@ -115,14 +116,14 @@ class TestStopStrings:
         assert out.finish() == ""
 
     @given(text=st.text("ab", max_size=60), stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     def test_agrees_with_searching_the_whole_text(self, text: str, stop: list[str]) -> None:
         found = StopStrings(stop).find(text)
         expected, word = cut(text, stop, include=True)
         assert found == (None if word is None else (word, len(expected)))
 
     @given(data=st.data())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     def test_streamed_text_equals_the_whole_text_cut(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.integers(3, 330), max_size=40))
         whole = tokenizer.decode(ids)
@@ -151,7 +152,7 @@ class TestStopStrings:
             assert found not in before or before.endswith("\ufffd")
 
     @given(data=st.data())
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(200), deadline=None)
     def test_no_stop_within_min_tokens(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         """A stop string counts if a token after ``min_tokens`` completes it, even if it begins before."""
         ids = data.draw(st.lists(st.sampled_from([tokenizer.token_to_id(char) for char in "ab"]), max_size=30))

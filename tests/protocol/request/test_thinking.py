@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.protocol.request.thinking import ThinkingState
 
@@ -52,7 +53,7 @@ def reading_of(state: ThinkingState, budget: int) -> Reading:
 
 
 @given(MARKERS, MARKERS, TEXTS, TEXTS, st.integers(0, 6))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_state_equals_a_reading_of_the_whole_text(
     start: list[int], end: list[int], prompt: list[int], output: list[int], budget: int
 ) -> None:
@@ -64,7 +65,7 @@ def test_state_equals_a_reading_of_the_whole_text(
 
 
 @given(MARKERS, MARKERS, TEXTS, TEXTS, TEXTS, st.integers(0, 6))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_copy_follows_drafts_without_changing_the_original(
     start: list[int], end: list[int], prompt: list[int], output: list[int], drafts: list[int], budget: int
 ) -> None:

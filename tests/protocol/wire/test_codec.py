@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_driver import make_config
+from tiers import examples
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
@@ -117,7 +118,7 @@ BIG = AddRequest("r", np.arange(2000, dtype=np.int32), SamplingParams(), 7, np.a
 REQUEST = AddRequest("r", np.arange(5, dtype=np.int32), SamplingParams(), 7, np.arange(2, dtype=np.int32))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.sampled_from(EVERY_MESSAGE).flatmap(values_of))
 def test_every_message_survives_a_round_trip(message: Any) -> None:
     envelope = codec_for_all().decode(frames_of(message))

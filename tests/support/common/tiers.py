@@ -1,5 +1,6 @@
 """Which points of a matrix ``make test`` runs. The others are marked ``full`` and run in ``make test-full``."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,11 @@ def thinned(values: Iterable[Any], keep: int) -> list[Any]:
     plain = [place for place, value in enumerate(each) if not getattr(value, "marks", ())]
     kept = {plain[number * len(plain) // keep] for number in range(keep)}
     return [_full(value) if place in plain and place not in kept else value for place, value in enumerate(each)]
+
+
+def examples(number: int) -> int:
+    """Return how many examples of hypothesis a test has: ``number``, or in ``make test`` a quarter, at least 15."""
+    return max(15, number // 4) if os.environ.get("QUIRE_TESTS_TIER") == "default" else number
 
 
 def _full(value: Any) -> Any:

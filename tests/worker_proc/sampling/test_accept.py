@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.worker_proc.batch.positions import SampledPositions
 from quire.worker_proc.sampling.accept import accept_drafts
@@ -12,7 +13,7 @@ DRAFTS = st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=
 
 
 @pytest.mark.full
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(DRAFTS, st.data())
 def test_tokens_are_kept_while_all_drafts_before_them_are_accepted(
     drafts: list[list[int]], data: st.DataObject

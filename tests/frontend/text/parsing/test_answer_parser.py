@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import thinned
 
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
 from quire.frontend.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized, template
@@ -211,7 +212,7 @@ HOSTILE = (" ", "\n", "<", "<tool_call>", "<function=f>", "<parameter=a>", "{", 
 HOSTILE += ("<think><tool_call></tool_call>",)
 
 
-@pytest.mark.parametrize("unit", HOSTILE)
+@pytest.mark.parametrize("unit", thinned(HOSTILE, keep=4))
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "gemma4"])
 def test_time_grows_with_the_text_only(name: str, unit: str) -> None:
     start = "<function=f>" if name == "qwen3_coder" and unit.startswith("<p") else ""

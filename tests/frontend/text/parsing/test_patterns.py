@@ -5,6 +5,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.frontend.text.parsing.patterns import Pattern, PatternError, Search, literal, named, split_at_group
 from quire.frontend.text.parsing.scanner import Scanner
@@ -30,7 +31,7 @@ def test_same_match_as_re(source: str) -> None:
     pattern = Pattern(source)
 
     @given(st.text(alphabet="ab <>/f=x\nc1", max_size=14))
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     def check(text: str) -> None:
         match = re.search(source, text, re.DOTALL)
         groups = {} if match is None else {name: part for name, part in match.groupdict().items() if part is not None}
