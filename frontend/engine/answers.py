@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from quire.frontend.engine.engine_client import EngineClient, Sequence, Stoppable, Update
 from quire.frontend.engine.job import NO_JOB, Job
-from quire.frontend.engine.routed_experts import RoutedParts
 from quire.frontend.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TextOut
@@ -107,7 +106,7 @@ class Answer:
     """One sequence of the engine and its text. The owner calls ``abort`` unless the sequence has ended."""
 
     __slots__ = (
-        "_has_thoughts", "_include_stop_token", "_is_complete", "_new_text_out", "_num_logprobs", "_num_prompt_tokens",
+        "_has_thoughts", "_include_stop_token", "_is_complete", "_new_text_out", "_num_prompt_tokens",
         "_only_engine_ends", "_prompt_logprobs_due", "_routed", "_sequence", "_text_out",
     )  # fmt: skip
 
@@ -128,11 +127,10 @@ class Answer:
         self._is_complete = None if prompt.until is None else prompt.until()
         self._only_engine_ends = not params.stop and prompt.until is None
         self._include_stop_token = params.include_stop_str_in_output
-        self._num_logprobs = params.logprobs or 0
         self._prompt_logprobs_due = params.prompt_logprobs is not None
         self._num_prompt_tokens = len(prompt.token_ids)
         self._has_thoughts = prompt.thoughts is not None
-        self._routed = RoutedParts() if params.return_routed_experts else None
+        self._routed: list[npt.NDArray[np.uint16]] | None = [] if params.return_routed_experts else None
 
     def assemble(self, update: Update) -> OutputDelta:
         """Convert an update to a delta. If its text ends the answer, a stop is sent to the engine."""
@@ -195,15 +193,19 @@ class Answer:
         )
 
     def keep_experts(self, rows: npt.NDArray[np.int32]) -> None:
-        """Keep the experts of an update."""
+        """Keep the experts of an update, in half of their size: no model has 65,536 experts."""
         if self._routed is not None:
-            self._routed.add(rows)
+            self._routed.append(rows.astype(np.uint16))
 
     def _experts(self, num_output_tokens: int) -> npt.NDArray[np.uint16] | None:
-        """Return them for the last delta. The last token was sampled, and never computed."""
+        """Return them for the last delta. The last token was sampled, and never computed.
+
+        There may be more: a step can report tokens after a stop string.
+        """
         if self._routed is None:
             return None
-        return self._routed.first(self._num_prompt_tokens + num_output_tokens - 1)
+        rows = np.concatenate(self._routed) if self._routed else np.zeros((0, 0), np.uint16)
+        return rows[: self._num_prompt_tokens + num_output_tokens - 1]
 
     def abort(self) -> None:
         self._sequence.abort()
@@ -226,14 +228,9 @@ class Answer:
         return texts, offsets
 
     def _place(self, logprobs: list[TokenLogprobs], offsets: list[int], num_tokens: int) -> list[PlacedLogprobs]:
-        """Attach offsets to those of the first tokens, and cut their top tokens to the requested number.
-
-        A step may return more top tokens. The tokens that a fork begins with have no log probabilities.
-        """
+        """Attach offsets to those of the first tokens. The tokens that a fork begins with have no log probabilities."""
         num_without = len(offsets) - len(logprobs)
         kept = logprobs[: max(num_tokens - num_without, 0)]
-        for entry in kept:
-            del entry.top[self._num_logprobs :]
         return [PlacedLogprobs(entry, offset) for entry, offset in zip(kept, offsets[num_without:], strict=False)]
 
     def _prompt_logprobs(self, table: LogprobArrays | None) -> LogprobArrays:

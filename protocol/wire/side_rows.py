@@ -68,15 +68,15 @@ class SideRows(msgspec.Struct, array_like=True, frozen=True, eq=False):
     floats: list[Float32] = []
 
     @classmethod
-    def of(cls, kind: "SideKind", parts: Iterable[tuple[int, int, Rows]]) -> Self | None:
-        """Build from (handle, start, rows); return None without parts."""
+    def of(cls, kind: "SideKind", parts: Iterable[tuple[int, int, Rows]]) -> list[Self]:
+        """Build from (handle, start, rows), for the list of a message; return an empty list without parts."""
         found = list(parts)
         if not found:
-            return None
+            return []
         flat = [np.concatenate([rows[at].ravel() for _, _, rows in found]) for at in range(len(kind.is_wide))]
         counts = [len(rows[0]) for _, _, rows in found]
         widths = [rows[kind.is_wide.index(True)].shape[1] for _, _, rows in found]
-        return cls._packed(kind, [handle for handle, _, _ in found], [s for _, s, _ in found], counts, widths, flat)
+        return [cls._packed(kind, [h for h, _, _ in found], [s for _, s, _ in found], counts, widths, flat)]
 
     @classmethod
     def of_table(

@@ -209,8 +209,7 @@ class SimulatedRunner:
         """Return the log probabilities of the rows that requested them."""
         wanted, sampled = self._options.num_logprobs, zip(launched.handles.tolist(), launched.tokens, strict=True)
         parts = [(handle, 0, self._best(np.array([t]), wanted[handle])) for handle, t in sampled if handle in wanted]
-        found = SideRows.of(LOGPROBS, parts)
-        return [] if found is None else [found]
+        return SideRows.of(LOGPROBS, parts)
 
     def _prompt_logprobs(self, diff: SchedulerOutput) -> list[SideRows]:
         """Return the log probabilities of the prompt tokens of this step. Call it before the diff is applied."""
@@ -221,8 +220,7 @@ class SimulatedRunner:
             (handle, start, self._best(prompt.token_ids[start:end], prompt.num_best))
             for handle, prompt, start, end in self._prompt_parts(counts)
         ]
-        found = SideRows.of(PROMPT_LOGPROBS, parts)
-        return [] if found is None else [found]
+        return SideRows.of(PROMPT_LOGPROBS, parts)
 
     def _prompt_parts(self, counts: dict[int, int]) -> Iterator[tuple[int, _Prompt, int, int]]:
         """Yield (handle, prompt, start, end) of prompt tokens whose predecessors are computed in this step."""

@@ -56,8 +56,7 @@ class SimulatedSideRows:
             elif row.num_computed >= row.new.num_tokens:
                 experts.append((handle, row.num_sent, [self._experts(row.num_sent, row.num_computed)]))
                 row.num_sent = row.num_computed
-        made = SideRows.of(POOLED, pooled), SideRows.of(ROUTED_EXPERTS, experts)
-        return [rows for rows in made if rows is not None]
+        return SideRows.of(POOLED, pooled) + SideRows.of(ROUTED_EXPERTS, experts)
 
     def _pooled(self, row: _Row, start: int) -> Iterator[tuple[int, int, Rows]]:
         """Yield the part of a pooled row that computes the positions from ``start`` on, if it has one."""

@@ -53,7 +53,7 @@ class SlotModel(FakeWorker):
         result = super().finish(chunks)
         return with_rows(result, LOGPROBS, self._logprobs(answered))  # type: ignore[no-any-return]
 
-    def _logprobs(self, answered: list[tuple[Chunk, list[tuple[int, int]]]]) -> SideRows | None:
+    def _logprobs(self, answered: list[tuple[Chunk, list[tuple[int, int]]]]) -> list[SideRows]:
         parts: list[tuple[int, int, Rows]] = []
         for chunk, answers in answered:
             wanted = self.logprobs_of(chunk.row.request_id)

@@ -81,7 +81,7 @@ class RoutedRows:
         self.counts = computed - self.starts
         self.ends = begins + self.counts
 
-    def message(self, values: npt.NDArray[Any]) -> SideRows | None:
+    def message(self, values: npt.NDArray[Any]) -> list[SideRows]:
         """Return the part of the result message. ``values``: the result of ``read`` on the host."""
         spans = zip(self.handles, self.starts.tolist(), self.counts.tolist(), self.ends.tolist(), strict=True)
         return SideRows.of(

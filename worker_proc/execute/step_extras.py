@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.kernels.common.logits import TopLogprobs
 from quire.protocol.wire.side_rows import PROMPT_LOGPROBS, Rows, SideKind, SideRows
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints
@@ -16,7 +17,7 @@ from quire.worker_proc.execute.routed_experts import RoutedExpertTable, RoutedRo
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.pooling.pooled_values import PooledValues
 from quire.worker_proc.pooling.pooler import Pooler, PoolTargets
-from quire.worker_proc.sampling.prompt_logprobs import PromptRows, PromptTargets
+from quire.worker_proc.sampling.prompt_logprobs import PromptTargets
 
 
 class ExtraFields(NamedTuple):
@@ -31,14 +32,14 @@ class ExtraFields(NamedTuple):
 class StepExtras:
     """What a step returns beside its tokens; its tensors are on the device."""
 
-    prompt_rows: PromptRows | None = None
+    prompts: tuple[PromptTargets, TopLogprobs] | None = None
     pooled: PooledValues | None = None
     routed: RoutedRows | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return what the host needs."""
-        prompt = None if self.prompt_rows is None else self.prompt_rows.logprobs
-        tensors = [] if prompt is None else [prompt.token_ids, prompt.ranks, prompt.values]
+        found = [] if self.prompts is None else [self.prompts[1]]
+        tensors = [tensor for each in found for tensor in (each.token_ids, each.ranks, each.values)]
         tensors += [] if self.pooled is None else self.pooled.tensors()
         return tensors if self.routed is None else [*tensors, self.routed.read()]
 
@@ -49,21 +50,20 @@ class StepExtras:
 
     def fields(self, arrays: list[npt.NDArray[Any]]) -> ExtraFields:
         """Return the fields of the result message. ``arrays``: copies of ``tensors``."""
-        side: list[SideRows | None] = []
+        side: list[SideRows] = []
         bad: list[int] = []
         failed: list[tuple[int, str]] = []
         if self.routed is not None:
             *arrays, values = arrays
-            side, failed = [self.routed.message(values)], self.routed.failures
-        if (rows := self.prompt_rows) is not None:
-            side.append(
-                logprob_rows(PROMPT_LOGPROBS, rows.handles, rows.starts, rows.counts, rows.num_best, arrays[:3])
-            )
+            side, failed = self.routed.message(values), self.routed.failures
+        if self.prompts is not None:
+            of, _ = self.prompts
+            side.append(logprob_rows(PROMPT_LOGPROBS, of.handles, of.starts, of.counts, of.num_best, arrays[:3]))
             arrays = arrays[3:]
         if self.pooled is not None:
             pooled, bad = self.pooled.message(arrays)
-            side.append(pooled)
-        return ExtraFields([rows for rows in side if rows is not None], bad, failed)
+            side += pooled
+        return ExtraFields(side, bad, failed)
 
 
 def logprob_rows(
@@ -93,8 +93,8 @@ class ExtraTargets:
         """Make the extras. ``hidden``: ``[num_tokens, hidden_size]``, of all tokens of the step."""
         if self.prompts is None and self.pooled is None and self.routed is None:
             return NO_EXTRAS
-        prompt_rows = None if self.prompts is None else self.prompts.logprobs(self.model, hidden)
-        return StepExtras(prompt_rows, None if self.pooled is None else self.pooled.pool(hidden), self.routed)
+        prompts = None if self.prompts is None else (self.prompts, self.prompts.logprobs(self.model, hidden))
+        return StepExtras(prompts, None if self.pooled is None else self.pooled.pool(hidden), self.routed)
 
 
 class ExtraReader:

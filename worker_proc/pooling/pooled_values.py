@@ -36,7 +36,7 @@ class PooledValues:
         """Return what the host needs."""
         return [*self.values, *self.bad]
 
-    def message(self, arrays: list[npt.NDArray[Any]]) -> tuple[SideRows | None, list[int]]:
+    def message(self, arrays: list[npt.NDArray[Any]]) -> tuple[list[SideRows], list[int]]:
         """Return the rows for the result message, and the handles whose rows are not finite.
 
         Args:

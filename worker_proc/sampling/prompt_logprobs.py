@@ -18,26 +18,13 @@ SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Log probabilities of a step's prompt tokens.
+class PromptTargets:
+    """The prompt tokens of a step whose log probabilities are wanted, one request after the other.
 
     Request ``handles[i]`` has ``counts[i]`` consecutive tokens from prompt position ``starts[i]`` on, and asks for
-    ``num_best[i]`` most likely tokens; ``logprobs`` concatenates the requests in this order.
-    """
-
-    handles: list[int]
-    starts: list[int]
-    counts: list[int]
-    num_best: Ints
-    logprobs: TopLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTargets:
-    """The prompt tokens of a step whose log probabilities are wanted.
+    ``num_best[i]`` most likely tokens.
 
     Attributes:
-        handles, starts, counts, num_best: as in ``PromptRows``.
         index: int64 ``[n]`` on the device: index among the step's tokens of each one's predecessor.
         tokens: int64 ``[n]`` on the device: their ids.
     """
@@ -73,16 +60,15 @@ class PromptTargets:
             num_best=batch.num_prompt_logprobs[own_rows[begins]],
         )
 
-    def logprobs(self, model: Model, hidden: torch.Tensor) -> PromptRows:
+    def logprobs(self, model: Model, hidden: torch.Tensor) -> TopLogprobs:
         """Compute the log probabilities. ``hidden``: ``[num_tokens, hidden_size]``, of all tokens of the step."""
         most = int(self.num_best.max())
         parts = [
             token_logprobs(model.logits(hidden[self.index[at : at + SLICE]]), self.tokens[at : at + SLICE], most)
             for at in range(0, len(self.index), SLICE)
         ]
-        joined = TopLogprobs(
+        return TopLogprobs(
             torch.cat([part.token_ids for part in parts]),
             torch.cat([part.values for part in parts]),
             torch.cat([part.ranks for part in parts]),
         )
-        return PromptRows(self.handles, self.starts, self.counts, self.num_best, joined)

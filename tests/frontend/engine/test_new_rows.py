@@ -63,8 +63,7 @@ def step(
 
 def side_of(kind: SideKind, *parts: tuple[int, int, Any]) -> list[SideRows]:
     """Return the rows of (handle, start, rows)."""
-    found = SideRows.of(kind, [(handle, start, [own]) for handle, start, own in parts])
-    return [] if found is None else [found]
+    return SideRows.of(kind, [(handle, start, [own]) for handle, start, own in parts])
 
 
 def test_pooled_rows_come_with_the_end_and_once() -> None:

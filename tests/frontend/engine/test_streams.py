@@ -43,10 +43,9 @@ def parts_of(*parts: tuple[int, int, int], tokens: dict[int, int] | None = None)
     for handle, start, count in parts:
         ids, values, ranks = values_of(handle, range(start, start + count))
         found.append((handle, start, [ids, ranks[:, None], values]))
-    rows, tokens = SideRows.of(PROMPT_LOGPROBS, found), tokens or {}
+    tokens = tokens or {}
     handles, values = (np.array(list(each), np.int32) for each in (tokens, tokens.values()))
-    assert rows is not None
-    return StepOutputs([], handles, values, [], side=[rows])
+    return StepOutputs([], handles, values, [], side=SideRows.of(PROMPT_LOGPROBS, found))
 
 
 def complete(table: LogprobArrays | None, handle: int, num_prompt: int) -> None:

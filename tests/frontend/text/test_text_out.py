@@ -245,13 +245,12 @@ def assemble(
     total = 0
     for i, part in enumerate(parts):
         total += len(part)
-        logprobs = None if params.logprobs is None else [TokenLogprobs(t, -1.0, 1, [(9, -2.0)]) for t in part]
+        logprobs = None if params.logprobs is None else [TokenLogprobs(t, -1.0, 1, []) for t in part]
         last = ended if i == len(parts) - 1 else None
         delta = answer.assemble(Update(list(part), logprobs, last, None, total))
         texts.append(delta.text)
         if placed is not None and delta.logprobs is not None:
             placed += [(entry.logprobs.token_id, entry.text_offset) for entry in delta.logprobs]
-            assert all(entry.logprobs.top == [] for entry in delta.logprobs)
         if delta.finish_reason is not None:
             break
     return ("".join(texts), delta.finish_reason, delta.stop_reason, delta.num_output_tokens, placed), sequence.stops

@@ -336,7 +336,7 @@ def test_a_request_that_kills_workers_is_the_only_one_that_fails() -> None:
         check_ended(driver, f"e{number}", rows_of([number]))
 
 
-def with_pooled(change_rows: Callable[[Any], SideRows | None]) -> Callable[[ModelRunnerOutput], Any]:
+def with_pooled(change_rows: Callable[[Any], Any]) -> Callable[[ModelRunnerOutput], Any]:
     return lambda result: with_rows(result, POOLED, change_rows(find_rows(result.side, POOLED)))
 
 
@@ -405,7 +405,7 @@ def test_wrong_routed_experts_are_a_fault_of_the_worker(damage: Callable[[Any], 
     driver.add("b", LONG[:3], max_tokens=3)
     driver.schedule()
     driver.execute()
-    assert driver.deliver_damaged(lambda result: change(result, side=[damage(result.side[0])]))
+    assert driver.deliver_damaged(lambda result: with_rows(result, ROUTED_EXPERTS, damage(result.side[0])))
     driver.finish()
     assert len(driver.answers["a"].experts) == len(LONG) + 2 and not driver.answers["b"].experts
 

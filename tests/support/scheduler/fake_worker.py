@@ -246,7 +246,7 @@ class FakeWorker:
         result = msgspec.structs.replace(result, bad=bad, failed=failed)
         return with_rows(result, POOLED, SideRows.of(POOLED, parts))  # type: ignore[no-any-return]
 
-    def _routed_experts(self, chunks: list[Chunk]) -> SideRows | None:
+    def _routed_experts(self, chunks: list[Chunk]) -> list[SideRows]:
         """Return those of the positions of each sampling row that were not sent yet. Rows must be settled."""
         parts = []
         for chunk in chunks:
@@ -257,7 +257,7 @@ class FakeWorker:
                 row.num_routed = row.num_computed
         return SideRows.of(ROUTED_EXPERTS, parts)
 
-    def _prompt_logprobs(self, chunks: list[Chunk]) -> SideRows | None:
+    def _prompt_logprobs(self, chunks: list[Chunk]) -> list[SideRows]:
         """Return a part for each chunk that has a successor in its prompt: see ``prompt_logprob``."""
         parts: list[tuple[int, int, Rows]] = []
         for chunk in chunks:
@@ -518,7 +518,7 @@ class FakeWorker:
             seconds=self.step_seconds(sum(c.end - c.start for c in chunks), sum(drafts)),
             drafts=np.array(drafts, np.int32) if any(drafts) else None,
             failed=failed,
-            side=[rows for rows in [SideRows.of(LOGPROBS, logprobs)] if rows is not None],
+            side=SideRows.of(LOGPROBS, logprobs),
         )
 
 

@@ -15,12 +15,11 @@ def parts_of(message: Any, kind: SideKind) -> list[tuple[int, int, Rows]]:
 
 def side_rows(kind: SideKind, *parts: tuple[int, int, Rows]) -> SideRows:
     """Return the rows of these parts, of which there is one at least."""
-    found = SideRows.of(kind, parts)
-    assert found is not None
+    (found,) = SideRows.of(kind, parts)
     return found
 
 
-def with_rows(message: Any, kind: SideKind, rows: SideRows | None) -> Any:
+def with_rows(message: Any, kind: SideKind, rows: SideRows | list[SideRows] | None) -> Any:
     """Return the message with these rows of the kind, or with none."""
     others = [each for each in message.side if each.kind != kind.number]
-    return msgspec.structs.replace(message, side=others if rows is None else [*others, rows])
+    return msgspec.structs.replace(message, side=others + (rows if isinstance(rows, list) else [rows] * bool(rows)))
