@@ -17,7 +17,7 @@ from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc import scheduler
 from quire.scheduler_proc.core import in_flight, planner, request_table, results, step
-from quire.scheduler_proc.features import suspects
+from quire.scheduler_proc.features import suspects, transfers
 from quire.scheduler_proc.features.adapters import slots, turns
 from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
@@ -220,6 +220,18 @@ def _hits_of_any_adapter() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def _failed_pages_are_used() -> Iterator[None]:
+    """Pages that a load refused count as loaded."""
+    real = transfers.Transfers.moved
+
+    def moved(self: Any, answer: Any, *client: int) -> None:
+        real(self, msgspec.structs.replace(answer, failed=[]), *client)
+
+    with mock.patch.object(transfers.Transfers, "moved", moved):
+        yield
+
+
+@contextlib.contextmanager
 def _no_turns() -> Iterator[None]:
     real = turns.AdapterTurns.__init__
 
@@ -394,6 +406,13 @@ MUTATIONS = (
     Mutation("a block hash covers only the block's own tokens", "14, I5", _hashes_cover_earlier_blocks),
     Mutation("removals are sent repeatedly", "20", _removals_are_sent_once),
     Mutation("a copy is sent before its source is written", "I5", _copies_at_once, seed=2),
+    Mutation("pages that a load refused are used", "I5", _failed_pages_are_used, seed=56),
+    Mutation(
+        "sources of copies between tiers are not held",
+        "I2, I3",
+        lambda: mock.patch.multiple(block_pool.BlockPool, begin_copy=_nothing, end_copy=_nothing),
+        seed=2,
+    ),
     Mutation("blocks of one adapter are hits for another one", "I5", _hits_of_any_adapter, seed=23),
     Mutation(
         "a slot is given to another adapter while it is used",

@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from log_replay import replay
 from scheduler_driver import Driver, change
-from scheduler_load import Asked, Load, random_settings
+from scheduler_load import Asked, Load, adapter_settings, program_settings, random_settings
 from tiers import thinned
 
 from quire.bench.measure.shapes import find_shape
@@ -44,11 +46,12 @@ def plain_driver(**settings: Any) -> Driver:
     return driver
 
 
-def both_ways(seed: int, **settings: Any) -> Load:
+def both_ways(seed: int, *, is_replayed: bool = False, **settings: Any) -> Load:
     """Run both engines to the end; ``Load`` compares each diff and all messages to clients."""
     rng = random.Random(seed)
     settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 0) | settings
     load = Load(rng, Driver(**settings), plain_driver(**settings))
+    load.fixed_budget, load.num_tenants = is_replayed, settings.get("num_tenants", 1)
     while len(load.driver.diffs) < STEPS_PER_RUN:
         load.random_event()
     load.drain()
@@ -84,6 +87,21 @@ def test_every_decision_and_output_is_the_same(seed: int) -> None:
     TOTALS["parked"] += sum(len(diff.parked) for diff in steady.diffs)
     TOTALS["steady_with_drafts"] += steady.num_steady * (statistics.num_draft_tokens > 0)
     TOTALS["several"] += sum(len(d.new_requests) > 1 for d in steady.diffs)
+
+
+FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "adapters": adapter_settings,
+    "programs": program_settings,
+    "programs of tenants": lambda rng: program_settings(rng) | {"num_tenants": 2},
+}
+
+
+@pytest.mark.parametrize(("seed", "feature"), thinned(product(range(11), FEATURES), keep=4))
+def test_features_change_neither_decisions_nor_replays(seed: int, feature: str) -> None:
+    load = both_ways(seed, is_replayed=True, **FEATURES[feature](random.Random(seed)))
+    steady = load.driver
+    assert steady.replay_lines() is None
+    assert replay(steady.header, list(steady.log)) is None
 
 
 @pytest.mark.full
