@@ -48,7 +48,7 @@ class TemplateHelper:
         check_template(source, where)
         self.source, self.where = source, where
         hello = msgspec.json.encode(_Hello(source, dict(special_tokens), where))
-        self._lanes = self._short, self._varied, self._long = [_LockedHelper(hello, cpu_seconds) for _ in range(3)]
+        self._helpers = self._short, self._varied, self._long = [_LockedHelper(hello, cpu_seconds) for _ in range(3)]
 
     def render(self, conversation: Conversation) -> str:
         """Return the conversation as one text.
@@ -63,8 +63,8 @@ class TemplateHelper:
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("messages must be JSON values, and valid Unicode text", "messages") from None
         short = self._varied if conversation.variables else self._short
-        lane = short if len(text) <= MAX_SHORT_BYTES else self._long
-        rendered = msgspec.json.decode(lane.ask(text), type=_Rendered)
+        helper = short if len(text) <= MAX_SHORT_BYTES else self._long
+        rendered = msgspec.json.decode(helper.ask(text), type=_Rendered)
         if rendered.too_long:
             raise RenderedTooLong("the conversation's text is too long")
         if rendered.refusal:
@@ -73,12 +73,12 @@ class TemplateHelper:
 
     def prepare(self) -> None:
         """Start the helpers, so that the first conversation does not wait for one."""
-        for lane in self._lanes:
-            lane.prepare()
+        for helper in self._helpers:
+            helper.prepare()
 
     def close(self) -> None:
-        for lane in self._lanes:
-            lane.close()
+        for helper in self._helpers:
+            helper.close()
 
 
 class _LockedHelper:

@@ -38,7 +38,7 @@ def json_response(body: msgspec.Struct, status: int = 200) -> Response:
 
 
 async def read_json(request: Request, texts: TextThreads, parse: Callable[[dict[str, Any]], T]) -> tuple[T, bytes]:
-    """Read the body and return ``parse`` of its JSON object, and the body, whose size chooses a lane for its work.
+    """Read the body and return ``parse`` of its JSON object, and the body, whose size chooses the threads for its work.
 
     Raises:
         ApiError, ClientDisconnected: as ``read_body``.

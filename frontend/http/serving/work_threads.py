@@ -8,7 +8,7 @@ from typing import TypeVar
 from quire.frontend.text.text_in import LONG_TEXT_CHARS, ChatOptions, TextIn
 
 MAX_SHORT_BYTES = 8192
-"""Far below the size up to which the template helper counts a conversation as short, so that this lane has no long
+"""Far below the size up to which the template helper counts a conversation as short, so that these threads have no long
 one."""
 NUM_LONG = 4
 """Only one of them renders at a time; the others can tokenize."""
@@ -39,8 +39,8 @@ class TextThreads:
         """Return ``work()``. ``num_chars``: the length of its text, or of one that takes as long to tokenize."""
         if num_chars <= LONG_TEXT_CHARS and not self._text_in.is_slow:
             return work()
-        lane = self._long if num_chars <= MAX_LONG_CHARS else self._huge
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+        threads = self._long if num_chars <= MAX_LONG_CHARS else self._huge
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 class ConversationThreads:
@@ -57,5 +57,5 @@ class ConversationThreads:
     async def run(self, num_bytes: int, options: ChatOptions, work: Callable[[], T]) -> T:
         """Return ``work()``. ``num_bytes``: size of the request body that holds the conversation."""
         short = self._varied if options.variables else self._short
-        lane = short if num_bytes <= MAX_SHORT_BYTES else self._long
-        return await asyncio.get_running_loop().run_in_executor(lane, work)
+        threads = short if num_bytes <= MAX_SHORT_BYTES else self._long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
