@@ -89,21 +89,30 @@ class Stream:
         """Return the update since the last call, or None; raise the stream's error if there is one."""
         if self.error is not None:
             raise self.error
-        update, self._update = self._update, None
-        if update is None and len(self.tokens) > self._num_taken:
-            update = Update()
-        if update is not None:
+        update, num_tokens = self._update, len(self.tokens)
+        if update is None:
+            if num_tokens == self._num_taken:
+                return None
+            # Nearly all updates are one token, for which no array is copied.
+            is_one = num_tokens == self._num_taken + 1
+            update = Update([self.tokens[-1]] if is_one else self.tokens[self._num_taken :].tolist())
+        else:
+            self._update = None
             update.token_ids = self.tokens[self._num_taken :].tolist()
-            self._num_taken = len(self.tokens)
-            if update.ended is None:
-                update.num_output_tokens = self._num_taken
-            update.num_cached_tokens = self.num_cached_tokens
-            update.admitted, update.timeline = self.admitted, self.timeline
-            for kind, collected in () if self._side is None else self._side.items():
-                is_due = kind.rows is not RowsOf.POOLED or update.ended is EndReason.STOPPED
-                if is_due and (rows := collected.take()) is not None:
-                    setattr(update, kind.field, kind.value(rows))
+        self._num_taken = num_tokens
+        if update.ended is None:
+            update.num_output_tokens = num_tokens
+        update.num_cached_tokens = self.num_cached_tokens
+        update.admitted, update.timeline = self.admitted, self.timeline
+        if self._side is not None:
+            self._take_rows(update, self._side)
         return update
+
+    def _take_rows(self, update: Update, side: dict[SideKind, NewRows]) -> None:
+        for kind, collected in side.items():
+            is_due = kind.rows is not RowsOf.POOLED or update.ended is EndReason.STOPPED
+            if is_due and (rows := collected.take()) is not None:
+                setattr(update, kind.field, kind.value(rows))
 
     def submission(self, link_number: int) -> AddRequest:
         """Return the request to submit on this link; from the second time on with the output tokens received.
