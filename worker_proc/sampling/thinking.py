@@ -14,7 +14,7 @@ from quire.worker_proc.sampling.builtin.base import NO_INTS, RowProcessor, find
 
 
 @dataclass(slots=True)
-class Budget:
+class ThoughtBudget:
     """Thinking budget of one request. ``state`` has read the first ``num_read`` tokens of ``output``."""
 
     num_tokens: int
@@ -33,7 +33,7 @@ class Budget:
         return state.forced_token(self.num_tokens)
 
 
-class ThinkingBudget(RowProcessor[Budget]):
+class ThinkingBudget(RowProcessor[ThoughtBudget]):
     """Forces the end marker of thinking in rows whose budget is used up.
 
     Its state is a pure function of each row's prompt and output, so rejected drafts leave no trace.
@@ -82,11 +82,11 @@ class ThinkingBudget(RowProcessor[Budget]):
             logits.index_fill_(0, at, -torch.inf)
             logits[at, there] = 0.0
 
-    def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> Budget | None:
+    def _new_state(self, params: SamplingParams, prompt: list[int], output: list[int]) -> ThoughtBudget | None:
         if params.thinking_token_budget is None or not (self._start and self._end):
             return None
         searched = without_plain(prompt, params.plain_spans).tolist()
-        return Budget(params.thinking_token_budget, ThinkingState(self._start, self._end, searched), output)
+        return ThoughtBudget(params.thinking_token_budget, ThinkingState(self._start, self._end, searched), output)
 
     def _rows_changed(self) -> None:
         self._rows = np.fromiter(self._states, np.int64, len(self._states))
