@@ -228,6 +228,7 @@ class StreamTable:
 
     def apply(self, message: StepOutputs) -> None:
         """Apply a step's outputs to the streams, and notify each affected stream once."""
+        # The order matters: all else names streams by the handles that are introduced here.
         for introduced in message.introduced:
             stream = self._by_id[introduced.request_id]
             stream.handle = introduced.handle
@@ -243,6 +244,7 @@ class StreamTable:
         if message.handles is not None and message.tokens is not None:
             handles = _handle_per_token(message.handles, message.counts)
             touched = self._apply_tokens(handles, message.tokens.tolist())
+        # After the tokens, which bound the positions that rows may be of, and before the endings, which free handles.
         for side in message.side:
             kind = SIDE_KINDS[side.kind]
             if kind.rows is RowsOf.TOKENS:

@@ -86,6 +86,8 @@ class Codec(Generic[M]):
         if crc != int.from_bytes(head[:4], "little"):
             sent = int.from_bytes(head[:4], "little")
             raise ProtocolError("crc", f"checksum does not match: the message has {sent:08x}, its data has {crc:08x}")
+        # Only now, after the checksum: decoding takes frames in the order in which the header names arrays, so that a
+        # damaged header could give one array the data of another.
         self._arrays, self._next = list(frames[1:]), 0
         try:
             worker_epoch, seq, message = self._decoder.decode(body)
@@ -105,6 +107,7 @@ class Codec(Generic[M]):
         """
         if not isinstance(array, np.ndarray) or array.ndim != 1:
             raise TypeError(f"cannot encode {type(array).__name__}")
+        # A short array is not looked at: the look costs more than the bytes that it could save.
         if len(array) > NARROW_FROM and array.dtype == np.int32:
             highest = array.view(np.uint32).max()  # as unsigned, a negative value is the highest
             if highest < 65536:

@@ -48,6 +48,8 @@ class OutputCollector:
 
     def begin_result(self) -> None:
         """Start the outputs of another step."""
+        # With two steps in flight, two results may be applied before messages are taken. A message has the tokens of
+        # one step only, because a second result of the same handles would replace the first.
         self._seal()
 
     def sampled(self, sampled: Sampled, cut: dict[int, int], owners: Sequence[Sequence[int | None]]) -> None:
