@@ -78,9 +78,12 @@ class Feature:
 
     Attributes:
         name: attribute of the Scheduler.
+        is_enabled: False if no request of this engine can need it: then only ``Calls.ALWAYS`` are called, so that
+            steps do not pay for what they do not have.
     """
 
     name = ""
+    is_enabled = True
 
     def consumes(self) -> Mapping[type, Handler]:
         """Return the events that the feature handles, by type. The core does not look at them."""
@@ -347,6 +350,7 @@ class Calls:
         handlers: by type of event, what consumes it.
     """
 
+    ALWAYS = ("validate", "prepare", "statistics", "check")
     UNWINDS = ("ending", "ended", "new_epoch", "after_step")
 
     def __init__(self) -> None:
@@ -357,7 +361,8 @@ class Calls:
         for feature in features:
             self.handlers |= feature.consumes()
         for hook in [name for name, value in vars(Feature).items() if callable(value) and name != "consumes"]:
-            found = [each for each in features if getattr(type(each), hook) is not getattr(Feature, hook)]
+            enabled = [each for each in features if each.is_enabled or hook in self.ALWAYS]
+            found = [each for each in enabled if getattr(type(each), hook) is not getattr(Feature, hook)]
             order = reversed(found) if hook in self.UNWINDS else found
             setattr(self, hook, tuple(getattr(each, hook) for each in order))
 

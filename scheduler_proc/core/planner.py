@@ -49,10 +49,12 @@ class Planner:
             pause: if not empty, no request is admitted.
         """
         plan = self._fill(step, pause)
+        if plan.rows or self.steady_decode.batch:
+            return plan
         for count, replan in zip(self.calls.num_replans, self.calls.replan, strict=True):
             for _ in range(count()):
                 if plan.rows or self.steady_decode.batch:
-                    break
+                    return plan
                 replan()
                 plan = self._fill(step, pause)
         return plan
@@ -156,6 +158,8 @@ class Planner:
 
     def _schedule_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
         """Schedule prefills in order of admission, each from its part of the budget if a feature divides it."""
+        if not prefills:
+            return
         found = (divide(plan, prefills) for divide in self.calls.divide)
         parts = next((each for each in found if each is not None), None)
         for request in prefills:

@@ -17,10 +17,10 @@ class ResultBytes(Feature):
 
     def __init__(self, core: Core) -> None:
         config = core.config
-        self._may_have_rows = config.model.pooling is not None or config.enable_return_routed_experts
+        self.is_enabled = config.model.pooling is not None or config.enable_return_routed_experts
 
-    def budget(self) -> "StepBytes | None":
-        return StepBytes() if self._may_have_rows else None
+    def budget(self) -> "StepBytes":
+        return StepBytes()
 
 
 class StepBytes:

@@ -87,7 +87,7 @@ class Transfers(Feature):
         self._late: set[int] = set()
         """Handles of requests whose load was late: they compute what the device does not have."""
         self.costs = costs
-        self._learns = bool(kv.tiers) or config.scheduling_policy == "continuum"  # whose pins use the costs too
+        self.is_enabled = bool(kv.tiers) or config.scheduling_policy == "continuum"  # whose pins use the costs too
         self._choice: tuple[int, LoadChoice] | None = None
         """Handle of the request that is being admitted, and what was chosen for it, unless it is held."""
         self._can_split = kv.can_split and config.enable_chunked_prefill
@@ -310,7 +310,7 @@ class Transfers(Feature):
     def acknowledged(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
         """Continue with the saves that only waited for the result of the step that wrote their content."""
         self._saves.acknowledged(self._clock.acknowledged)
-        if self._learns and (prefill := record.prefill).tokens:
+        if (prefill := record.prefill).tokens:
             self.costs.step_took(prefill, record.num_tokens - prefill.tokens, output.seconds)
 
     def applied(self) -> None:

@@ -46,6 +46,7 @@ class Adapters(Feature):
     def __init__(self, core: Core) -> None:
         """Raises ConfigError if host memory has no room for the adapters in slots."""
         config, self._core = core.config, core
+        self.is_enabled = config.enable_lora
         num_slots = config.max_loras + 1 if config.enable_lora else 0
         if config.max_cpu_loras < num_slots:
             raise ConfigError(

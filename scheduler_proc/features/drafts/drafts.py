@@ -23,6 +23,7 @@ class Drafts(Feature):
         """Raises ConfigError unless a step has room for one token and all drafts of each request."""
         check_drafts_fit(core.config)
         self._core = core
+        self.is_enabled = core.config.num_speculative_tokens > 0
         self._policy: DraftPolicy = make_draft_policy(core.config)
         self._states: dict[int, DraftState] = {}
 
