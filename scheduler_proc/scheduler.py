@@ -12,6 +12,7 @@ from quire.scheduler_proc.core.scheduler import BareScheduler
 from quire.scheduler_proc.costs.costs import Costs, CostState
 from quire.scheduler_proc.features.adapters.adapters import Adapters
 from quire.scheduler_proc.features.beams.beams import Beams
+from quire.scheduler_proc.features.drafts.drafting import check_drafts_fit
 from quire.scheduler_proc.features.drafts.drafts import Drafts
 from quire.scheduler_proc.features.forks import Forks
 from quire.scheduler_proc.features.pooling import Pooling
@@ -50,6 +51,7 @@ class Scheduler(BareScheduler):
         **parts: Any,
     ) -> None:
         """``costs``: what earlier engines have learned; ``parts``: as of ``BareScheduler``."""
+        check_drafts_fit(config)  # first: the number comes from the header of a trace, and sizes lists
         self._costs = Costs(costs)
         super().__init__(config, layout, num_blocks, **parts)
 

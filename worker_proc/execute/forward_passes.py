@@ -35,7 +35,7 @@ class _Pass:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    steps: list[NativeStep]
+    plans: list[NativePlan]
     plan: RecordedPlan
     hidden: torch.Tensor
     scores: torch.Tensor
@@ -99,8 +99,10 @@ class ForwardPasses:
         # The plan has addresses, so a step's inputs are copied to the memory that was recorded with.
         found.token_ids.copy_(sent.token_ids)
         found.positions.copy_(sent.positions)
-        for step, plan in zip(found.steps, plans, strict=True):
-            step.assign(plan.step)
+        for own, plan in zip(found.plans, plans, strict=True):
+            own.step.assign(plan.step)
+            # The step's memory must outlive it: ``RecordedPlan.profile`` runs the operations once more.
+            own.batch, own.prefixes = plan.batch, plan.prefixes
         require_no_error(found.plan.run())
         return found
 
@@ -121,7 +123,7 @@ class ForwardPasses:
             log.info("steps are not recorded: this model needs an operation that the CPU library lacks", reason=reason)
             self._native = None
             return None
-        made = _Pass(token_ids, positions, [plan.step for plan in own], plan, hidden, scores)
+        made = _Pass(token_ids, positions, own, plan, hidden, scores)
         self._passes[key] = made
         if len(self._passes) > MOST_PLANS:
             self._passes.popitem(last=False)

@@ -8,7 +8,7 @@ from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.features.drafts.draft_state import DraftState
-from quire.scheduler_proc.features.drafts.drafting import DraftPolicy, check_drafts_fit, make_draft_policy
+from quire.scheduler_proc.features.drafts.drafting import DraftPolicy, make_draft_policy
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -20,8 +20,6 @@ class Drafts(Feature):
     name = "drafts"
 
     def __init__(self, core: Core) -> None:
-        """Raises ConfigError unless a step has room for one token and all drafts of each request."""
-        check_drafts_fit(core.config)
         self._core = core
         self.is_enabled = core.config.num_speculative_tokens > 0
         self._policy: DraftPolicy = make_draft_policy(core.config)

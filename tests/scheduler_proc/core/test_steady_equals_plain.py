@@ -96,7 +96,10 @@ FEATURES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("seed", "feature"), thinned(product(range(11), FEATURES), keep=4))
+PROGRAMS = thinned(product(range(11), ["programs", "programs of tenants"]), keep=0)  # 15 s each, most of it checks
+
+
+@pytest.mark.parametrize(("seed", "feature"), [*thinned(product(range(11), ["adapters"]), keep=2), *PROGRAMS])
 def test_features_change_neither_decisions_nor_replays(seed: int, feature: str) -> None:
     load = both_ways(seed, is_replayed=True, **FEATURES[feature](random.Random(seed)))
     steady = load.driver
