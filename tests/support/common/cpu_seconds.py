@@ -40,6 +40,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)  # fixtures of the session have ended their engines
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.pluginmanager.hasplugin("dsession"):
+        return  # the processes of pytest-xdist send their own sums
     sums = session.config.stash[SUMS]
     own, children = _seconds_since()
     _add(sums, REST, 0, own - sum(each[1] for each in sums.values()), children - sum(each[2] for each in sums.values()))
