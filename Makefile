@@ -21,7 +21,7 @@ ARGS ?=
 # tests/conftest.py defines the order. The suite starts hundreds of Python processes; without cached bytecode each of
 # them would compile the package. A process that crashes is not replaced, because pytest-xdist then may wait for ever.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
-IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 --cpu-seconds .pytest_cache/cpu_seconds.json
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 --cpu-seconds=.pytest_cache/cpu_seconds.json
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance nightly lint install install-dev gpu-wheels gpu-check clean
