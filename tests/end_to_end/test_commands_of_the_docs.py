@@ -172,7 +172,9 @@ def test_a_session_is_as_its_page_shows(shell: Shell) -> None:
 @pytest.mark.full
 def test_the_example_in_python_and_the_small_engine_print_what_they_are_for(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    (small,) = re.findall(r"`\.venv/bin/python (-P docs/small_engine\.py [^`]*)`", README)
+    (small,) = re.findall(
+        r"`\.venv/bin/python (-P docs/small_engine\.py [^`]*)`", (ROOT / "docs/README.md").read_text()
+    )
     for arguments, shape in ((["-c", example], r".* #\n.* #\n#\n$"), (shlex.split(small), r".{99}")):
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
         assert re.match(shape, masked(done.stdout), re.DOTALL), done.stdout

@@ -266,6 +266,7 @@ def test_every_error_code_has_a_status() -> None:
     used = {
         *codes("scheduler_proc", "Refusal", 0),
         *codes("scheduler_proc", "Rejected", 1),
+        *codes("frontend", "InvalidRequest", 2),
         *codes("launch", "InvalidRequest", 2),
         *codes("protocol", "InvalidRequest", 2),
     }

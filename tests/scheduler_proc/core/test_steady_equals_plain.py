@@ -39,10 +39,14 @@ def probes_are_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_driver(**settings: Any) -> Driver:
-    """Return an engine without steady decode, which checks waiting requests again in each step."""
+    """Return an engine without steady decode, which checks waiting requests again in each step.
+
+    With tenants it remembers refusals as well: what prefills get depends on which request was refused.
+    """
     driver = Driver(steady_decode=False, **settings)
     planner = driver.scheduler.planner
-    planner.admission_obstacle = planner.admit  # type: ignore[method-assign]
+    if settings.get("num_tenants", 1) < 2:
+        planner.admission_obstacle = planner.admit  # type: ignore[method-assign]
     return driver
 
 

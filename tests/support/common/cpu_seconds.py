@@ -58,7 +58,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     target = config.getoption("--cpu-seconds")
-    if not target:
+    if not target or not config.stash[SUMS]:
         return
     sums, packages = config.stash[SUMS], defaultdict[str, list[float]](lambda: [0, 0.0, 0.0])
     for file, of in sums.items():

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from adapters import make_adapter
+from side_parts import parts_of
 
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.side_rows import ROUTED_EXPERTS
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.packed import pack_adapter
 from quire.worker_proc.attention import triton_backend
@@ -153,16 +155,17 @@ class Both:
         if want.handles is not None:
             np.testing.assert_array_equal(got.handles, want.handles)
         assert got.bad == want.bad
-        for experts in (want.routed_experts, got.routed_experts):
-            own = [] if experts is None else [(h, start, rows.tolist()) for h, start, rows in experts.parts()]
-            self.experts.append(own)
+        for result in (want, got):
+            parts = parts_of(result, ROUTED_EXPERTS)
+            self.experts.append([(handle, start, rows.tolist()) for handle, start, (rows,) in parts])
         assert self.experts.pop() == self.experts[-1]
         if want.tokens is None:
             assert got.tokens is None
             return []
         np.testing.assert_array_equal(got.tokens, want.tokens)
         for own, wanted in zip(got.side, want.side, strict=True):
-            np.testing.assert_allclose(own.floats[0], wanted.floats[0], rtol=1e-4, atol=1e-4)
+            for values, expected in zip(own.floats, wanted.floats, strict=True):
+                np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
         return got.tokens.tolist()
 
 
