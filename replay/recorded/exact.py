@@ -368,7 +368,8 @@ class _Replay:
     def _compare_snapshot(self, line: StepSnapshot) -> None:
         decided = snapshot_line(line.now, self._step + 1, counts_of(self.scheduler))
         if self._header.version < 3:  # without the parts of tiers and the blocks of pins
-            decided = change(decided, tiers={}, pinned_blocks=line.pinned_blocks, pinned_job_ids=line.pinned_job_ids)
+            decided = change(decided, tiers=line.tiers, pinned_blocks=line.pinned_blocks)
+            decided = change(decided, pinned_job_ids=line.pinned_job_ids)
         compare("", change(line, crc=None), decided)
 
     def _compare_header(self, line: Header) -> None:
