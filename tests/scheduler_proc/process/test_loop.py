@@ -198,7 +198,7 @@ def test_an_unsent_step_is_computed_by_the_next_worker(loop: LoopUnderTest) -> N
     loop.until(is_done)  # then the usual duration of such steps is known
     loop.worker.close()
     loop.client.send(make_request("a", PROMPT, max_tokens=5, ignore_eos=True))
-    loop.wait_for_report("group_failed")
+    loop.wait_for_report("group_failed", time_passes=True)
     loop.renew_worker()
     tokens.clear()
     loop.until(is_done)

@@ -105,9 +105,13 @@ class LoopUnderTest:
         self._introduce_worker()
         self.wait_for_report("ready")
 
-    def wait_for_report(self, event: str) -> None:
+    def wait_for_report(self, event: str, *, time_passes: bool = False) -> None:
+        """Wait for a report. ``time_passes``: the clock moves meanwhile, so that what is overdue is noticed."""
+        until = time.monotonic() + WAIT_MS / 1000
         while not any(report.event == event for report in self._take_reports()):
-            assert select.select([self.status], [], [], WAIT_MS / 1000)[0], f"no {event}"
+            is_ready = select.select([self.status], [], [], 0.1 if time_passes else WAIT_MS / 1000)[0]
+            assert is_ready or (time_passes and time.monotonic() < until), f"no {event}"
+            self.now += 1.0 * time_passes
 
     def _introduce_worker(self) -> None:
         self.worker.send(Hello(PROTOCOL_VERSION, "worker", 0, 1))
