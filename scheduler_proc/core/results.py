@@ -75,7 +75,7 @@ class Results:
         if output.failure:
             raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output, is_recorded=recorded is not None)
-        cut, owners = self._apply(record, sampled, output, recorded or self._endings)
+        cut, owners = self._apply(record, sampled, output, self._endings if recorded is None else recorded)
         for applied in self._calls.applied:
             applied()
         if recorded is None:

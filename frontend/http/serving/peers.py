@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -39,6 +39,16 @@ class RelayedRequest(msgspec.Struct, frozen=True):
     client_id: str = ""
     body: bytes = b""
     headers: list[tuple[bytes, bytes]] = []
+
+
+class RelayedPart(msgspec.Struct, frozen=True):
+    """A message of a response, with the fields of ASGI: the first has a status, the others a body."""
+
+    type: Literal["http.response.start", "http.response.body"]
+    status: int = 0
+    headers: list[tuple[bytes, bytes]] = []
+    body: bytes = b""
+    more_body: bool = False
 
 
 class Peers:
@@ -168,14 +178,14 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[Message]:
     more = True
     while more:
         try:
-            message: Message = msgspec.msgpack.decode(await _read_frame(reader))
-        except OSError:
+            part = msgspec.msgpack.decode(await _read_frame(reader), type=RelayedPart)
+        except (OSError, msgspec.MsgspecError):
             raise EOFError from None
-        if message["type"] == "http.response.start":
-            message["headers"] = [(name, value) for name, value in message["headers"]]
+        if part.type == "http.response.start":
+            yield {"type": part.type, "status": part.status, "headers": part.headers}
         else:
-            more = message.get("more_body", False)
-        yield message
+            more = part.more_body
+            yield {"type": part.type, "body": part.body, "more_body": more}
 
 
 async def _answer(
