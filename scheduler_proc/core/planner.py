@@ -70,14 +70,18 @@ class Planner:
            after all waiting requests were considered; otherwise before, so that these find the blocks of this step.
         4. Last, what needs certainty about the rows of this step.
         """
-        budgets = [made for budget in self.calls.budget if (made := budget()) is not None]
-        plan = StepPlan(step, self.config, self.kv, budgets)
-        can_claim = self.config.scheduling_policy == "priority" or any(claims() for claims in self.calls.claims)
-        for begin_plan in self.calls.begin_plan:
+        # Most engines have no feature for these hooks: then a step pays for no comprehension.
+        calls, config = self.calls, self.config
+        budgets = [found for budget in calls.budget if (found := budget()) is not None] if calls.budget else ()
+        plan = StepPlan(step, config, self.kv, budgets)
+        can_claim = config.scheduling_policy == "priority"
+        for claims in calls.claims:
+            can_claim = can_claim or claims()
+        for begin_plan in calls.begin_plan:
             begin_plan(plan)
         self._schedule_running(plan)
         plan.keep_free = self._keep_free
-        for after_running in self.calls.after_running:
+        for after_running in calls.after_running:
             after_running(plan, is_paused=bool(pause))
         if not can_claim:
             self._cache_rows(plan)
@@ -85,7 +89,7 @@ class Planner:
             self._schedule_waiting(plan, pause)
         if can_claim:
             self._cache_rows(plan)
-        for after_waiting in self.calls.after_waiting:
+        for after_waiting in calls.after_waiting:
             after_waiting(plan, is_paused=bool(pause))
         return plan
 

@@ -139,15 +139,17 @@ class Forks(Feature):
         Before other waiting requests, which would take the rows and blocks: a child costs one position and shares what
         its parent holds now.
         """
-        self._plan(plan, is_paused=is_paused, sampling=False)
+        if self._children:
+            self._plan(plan, is_paused=is_paused, sampling=False)
 
     def after_waiting(self, plan: StepPlan, *, is_paused: bool) -> None:
         """Admit children of parents whose last token this step computes, which must be certain: rows are final now."""
-        self._plan(plan, is_paused=is_paused, sampling=True)
+        if self._children:
+            self._plan(plan, is_paused=is_paused, sampling=True)
 
     def _plan(self, plan: StepPlan, *, is_paused: bool, sampling: bool) -> None:
         """Admit children. A pause admits only the beams of searches that run already."""
-        if not self._children or plan.preempted or plan.alone is not None:
+        if plan.preempted or plan.alone is not None:
             return
         waiting = [child for children in self._children.values() for child in children if child.leader or not is_paused]
         for child in sorted(waiting, key=self._table.waiting.key):
@@ -214,6 +216,8 @@ class Forks(Feature):
 
     def sending(self, plan: StepPlan, diff: SchedulerOutput) -> SchedulerOutput:
         copies = self._kv.forks.take()
+        if not (copies or plan.rows):
+            return diff
         forks = [(handle, row.parent.handle) for handle, row in plan.rows.items() if row.parent is not None]
         return msgspec.structs.replace(diff, block_copies=copies, forks=forks) if copies or forks else diff
 

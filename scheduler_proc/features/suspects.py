@@ -91,7 +91,7 @@ class Suspects(Feature):
 
         After the beams of searches have been suspended: those have no blocks to give up.
         """
-        if (suspect := self.alone) is None:
+        if not self._entries or (suspect := self.alone) is None:
             return
         plan.alone, plan.others_wait = suspect, WaitReason.SUSPECT
         for other in [request for request in self._core.table.running.values() if request is not suspect]:
