@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,28 +177,28 @@ def _cpu_flags() -> str:
 
 def _compile(compiler: list[str], flags: list[str], scratch: Path) -> Path:
     """Compile each source in its own process, then link, without OpenMP (see ``_load``)."""
-    objects, running = [], []
     lifeline, ours = os.pipe()
-    for source in _sources(".cpp"):
+
+    def compile_one(source: Path) -> str:
+        """Return the object file."""
         made = scratch / f"{source.parent.name}-{source.stem}.o"
         command = [*_WITH_PARENT, *compiler, *flags, "-I", str(SOURCES), "-c", str(source), "-o", str(made)]
-        objects.append(str(made))
         quiet, kept = subprocess.DEVNULL, subprocess.PIPE
-        started = subprocess.Popen(command, stdin=lifeline, stdout=quiet, stderr=kept, text=True, process_group=0)
-        running.append(started)
-    os.close(lifeline)
-    errors = []
-    for process in running:
+        process = subprocess.Popen(command, stdin=lifeline, stdout=quiet, stderr=kept, text=True, process_group=0)
         try:
-            errors.append(process.communicate(timeout=COMPILE_SECONDS)[1])
+            error = process.communicate(timeout=COMPILE_SECONDS)[1]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            errors.append(process.communicate()[1] + f"timed out after {COMPILE_SECONDS} s")
-    os.close(ours)
-    for process, error in zip(running, errors, strict=True):
+            error = process.communicate()[1] + f"timed out after {COMPILE_SECONDS} s"
         if process.returncode:
             lines = [line for line in error.splitlines() if "error" in line] or error.splitlines() or ["no message"]
             raise NativeUnavailable(f"{compiler[0]} failed: {lines[0]}")
+        return str(made)
+
+    # As many at a time as there are cores: all at once would need gigabytes, and each would take as long as all.
+    # After a failure ``ours`` is closed before the pool waits for its threads, which ends the other compilers.
+    with os.fdopen(lifeline), ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, os.fdopen(ours, "w"):
+        objects = list(pool.map(compile_one, _sources(".cpp")))
     built = scratch / "built.so"
     _run([*compiler, "-shared", *objects, "-o", str(built)])
     built.chmod(0o700)
