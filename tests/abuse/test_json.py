@@ -71,7 +71,7 @@ def test_unknown_fields(app: AbusedApp, path: str) -> None:
 
 def test_many_unknown_fields(app: AbusedApp, caplog: pytest.LogCaptureFixture) -> None:
     """The number of names in the header and in the log is limited."""
-    response = app.complete(**{f"field_{i}": i for i in range(20_000)})
+    response = app.complete(**{f"field_{i}": i for i in range(2_000)})
     assert response.headers["x-quire-ignored-fields"] == ",".join(f"field_{i}" for i in range(16))
     for i in range(270):
         app.complete(**{f"other_{i}": i})

@@ -50,9 +50,9 @@ IDS += ("chatcmpl-" + "0" * 32, "'", '"', "{}", "%s", "a,b", "a b", "\u202e")
 def test_clients_cannot_set_request_ids(app: AbusedApp) -> None:
     """A valid ``X-Request-Id`` is returned, and becomes a part of an id that is unique all the same."""
     seen = {app.complete().json()["id"]}
-    for value in [*IDS, *IDS]:
-        for name in ("request_id", "id"):
-            assert re.fullmatch(r"cmpl-[0-9a-f]{32}", app.complete(**{name: value}).json()["id"])
+    for value in [*IDS, "x"]:
+        made = app.complete(request_id=value, id=value).json()["id"]
+        assert re.fullmatch(r"cmpl-[0-9a-f]{32}", made)
         raw = UNPRINTABLE.sub(b"", str(value).encode())[:2000]
         given = httpx.Headers([(b"x-request-id", raw)])
         response = app.post(COMPLETIONS, {"prompt": [5], "max_tokens": 1}, headers=given)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scheduler_driver import VOCAB_SIZE, Driver, change, end_of, expected_tokens
 from side_parts import with_rows
+from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS, SideKind, SideRows
@@ -279,7 +280,7 @@ def _mutate(result: ModelRunnerOutput, rng: random.Random) -> ModelRunnerOutput:
     return change(result, **{name: array(old)})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", thinned(range(4), keep=1))
 def test_random_damage_is_refused_or_valid(seed: int) -> None:
     rng = random.Random(seed)
     driver, num_refused, num_taken = running(), 0, 0

@@ -94,7 +94,7 @@ def render(template: TemplateHelper, text: str = "hello", **more: Any) -> str:
     return template.render(Conversation(messages=[{"role": "user", "content": text}], **{"max_chars": 1000, **more}))
 
 
-@pytest.mark.parametrize("case", [*thinned(FAILS, keep=8), *thinned(TAKES_FOR_EVER, keep=2)])
+@pytest.mark.parametrize("case", [*thinned(FAILS, keep=5), *thinned(TAKES_FOR_EVER, keep=1)])
 def test_malicious_template_fails_only_its_requests(case: str, evil: TemplateHelper) -> None:
     with pytest.raises((InvalidRequest, RenderedTooLong)) as refused:
         render(evil, case)
@@ -150,7 +150,7 @@ def test_long_conversation_does_not_delay_a_short_one(one_helper: TemplateHelper
     assert render(one_helper) == "hello"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", thinned([signal.SIGKILL, signal.SIGTERM], keep=1))
 def test_killed_helper_fails_no_request(number: int, one_helper: TemplateHelper) -> None:
     for generation in (0, 1):
         kill(helper_processes(one_helper)[generation], number)
@@ -291,8 +291,7 @@ def test_odd_variables_are_harmless(app: AbusedApp) -> None:
         response = app.chat(chat_template_kwargs=kwargs)
         assert response.status_code in (200, 400, 413)
         if response.status_code == 200:
-            same = app.post("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": kwargs})
-            assert same.json()["tokens"] == plain
+            assert list(app.engine.added[-1].prompt) == plain
 
 
 def helper_of(server: AbusedServer) -> Any:
@@ -303,7 +302,7 @@ def helper_of(server: AbusedServer) -> Any:
 
 
 @pytest.mark.parametrize("number", thinned([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT], keep=1))
-@pytest.mark.parametrize("generation", [0, 1], ids=["helper", "its child"])
+@pytest.mark.parametrize("generation", thinned([0, 1], keep=1), ids=["helper", "its child"])
 def test_killed_helper_is_replaced(number: int, generation: int, server: AbusedServer) -> None:
     assert server.chat().status_code == 200
     helper = helper_of(server)

@@ -755,7 +755,7 @@ def test_every_value_in_every_field(parse: Parse) -> None:
 
 
 @given(fields=ANY_FIELDS)
-@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_value_is_accepted_or_refused(parse: Parse, fields: dict[str, Any]) -> None:
     """No other exception than InvalidRequest is raised."""
     for kind in GENERATING:

@@ -338,6 +338,7 @@ class TestLimits:
         assert code_of(client.turn(input="hello")) == "websocket_connection_limit_reached"
         assert client.close_code() == 1000
 
+    @pytest.mark.full
     def test_bytes_of_messages_count_as_those_of_bodies(self, front_end: FrontEnd, connect: Connect) -> None:
         """One client can hold half of the 512 MiB."""
         clients = [connect() for _ in range(40)]

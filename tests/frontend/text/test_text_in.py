@@ -1,8 +1,6 @@
 """Tokenizer and chat template of a checkpoint folder."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -190,12 +188,3 @@ class TestTemplate:
         source = "{% for m in messages %}[{{ m.content" + trim + " }}]{% endfor %}"
         messages = [{"role": "user", "content": "hello "}, {"role": "assistant", "content": "so "}]
         assert render(source, messages, continue_final_message=True) == expected
-
-
-def test_neither_torch_nor_transformers_is_imported() -> None:
-    code = (
-        "import sys, quire.frontend.http.app, quire.frontend.engine.answers\n"
-        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

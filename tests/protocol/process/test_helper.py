@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_processes import engine_processes
+from tiers import thinned
 from waits import wait_for
 
 from quire.protocol.process import helper as helper_module
@@ -66,7 +67,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("case", thinned(ENDS, keep=3))
 def test_death_costs_one_answer(case: str, helper: Helper) -> None:
     question, number = ENDS[case]
     for _ in range(2):

@@ -131,7 +131,7 @@ def test_every_message_has_its_own_tag() -> None:
     assert len(set(tags)) == len(tags) and all(isinstance(tag, int) for tag in tags)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(0, 70000) | st.integers(0, 99), min_size=60, max_size=70))
 def test_narrowed_ids_are_decoded_as_int32(values: list[int]) -> None:
     array = np.array(values, np.int32)

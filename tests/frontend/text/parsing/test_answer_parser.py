@@ -1,5 +1,6 @@
 """Thoughts, content and calls in each format; texts that are not calls; the cost."""
 
+import itertools
 import json
 import random
 import time
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import thinned
+from tiers import examples, thinned
 
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
 from quire.frontend.text.parsing.formats import CALL_FORMATS, THOUGHT_FORMATS, recognized, template
@@ -98,7 +99,7 @@ def test_example(name: str) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_result_does_not_depend_on_the_split(name: str) -> None:
     @given(seed=st.integers(0, 2**32), cuts=st.integers(0, 2**32))
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     def check(seed: int, cuts: int) -> None:
         text = answer_text(name, random.Random(seed))
         assert parse(name, split(text, random.Random(cuts))) == parse(name, text)
@@ -109,7 +110,7 @@ def test_result_does_not_depend_on_the_split(name: str) -> None:
 @pytest.mark.parametrize("name", CALL_FORMATS)
 def test_no_text_is_lost_without_markers(name: str) -> None:
     @given(st.text(alphabet='a<>|{}"[]:, \n\\', max_size=60))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     def check(text: str) -> None:
         said = "".join(event.text for event in parse(name, list(text)) if isinstance(event, Content))
         assert said == text
@@ -212,8 +213,10 @@ HOSTILE = (" ", "\n", "<", "<tool_call>", "<function=f>", "<parameter=a>", "{", 
 HOSTILE += ("<think><tool_call></tool_call>",)
 
 
-@pytest.mark.parametrize("unit", thinned(HOSTILE, keep=4))
-@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "gemma4"])
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    thinned(itertools.product(("hermes", "qwen3_coder", "llama3_json", "gemma4"), HOSTILE), keep=6),
+)
 def test_time_grows_with_the_text_only(name: str, unit: str) -> None:
     start = "<function=f>" if name == "qwen3_coder" and unit.startswith("<p") else ""
     begin = time.process_time()

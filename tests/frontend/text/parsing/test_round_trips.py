@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import json
 import random
 from typing import Any
@@ -106,6 +107,7 @@ LEFT_OUT = {"lfm2": "\\"}
 Answer = tuple[str, str, list[tuple[str, Any]]]
 
 
+@functools.cache
 def chosen(name: str) -> AnswerFormat:
     thoughts = name if name in THOUGHT_FORMATS else "markers"
     form = choose_format({}, "", None, calls=name, thoughts=thoughts, markers=MARKERS)

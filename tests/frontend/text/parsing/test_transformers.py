@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import pytest
+from tiers import examples
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
@@ -170,7 +171,7 @@ def compare(name: str, num_texts: int, num_splits: int, seed: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_some_texts(name: str) -> None:
-    compare(name, 60, 4, 0)
+    compare(name, examples(60), 2, 0)
 
 
 @pytest.mark.slow
