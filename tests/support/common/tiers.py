@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -14,6 +15,20 @@ def thinned(values: Iterable[Any], keep: int) -> list[Any]:
     plain = [place for place, value in enumerate(each) if not getattr(value, "marks", ())]
     kept = {plain[number * len(plain) // keep] for number in range(keep)}
     return [_full(value) if place in plain and place not in kept else value for place, value in enumerate(each)]
+
+
+def covering(*axes: Iterable[Any], pairs: bool = False) -> list[Any]:
+    """Return the product of ``axes`` for a parametrize mark; in ``make test`` run the points that show each value of
+    an axis once, or with ``pairs`` each pair of values."""
+    values = [list(axis) for axis in axes]
+    points = list(product(*(range(len(axis)) for axis in values)))
+    shows = {point: set(combinations(enumerate(point), 2 if pairs else 1)) for point in points}
+    left, kept = set().union(*shows.values()), set()
+    while left:
+        kept.add(best := max(points, key=lambda point: len(shows[point] & left)))
+        left -= shows[best]
+    named = {point: tuple(axis[at] for axis, at in zip(values, point, strict=True)) for point in points}
+    return [named[point] if point in kept else _full(named[point]) for point in points]
 
 
 def examples(number: int) -> int:

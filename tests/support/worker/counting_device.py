@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quire.kernels.common.launches import Launch
+from quire.worker_proc.execute import decode_graphs
 
 DEVICE = torch.device("cuda", 0)
 _HOST = torch.device("cpu")
@@ -384,6 +385,9 @@ def counting_device() -> Iterator[CountingDevice]:
         for name, fake in cuda.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
+        # One graph of each kind, for any number of rows: the steps of more sizes ask for the same.
+        stack.enter_context(mock.patch.object(decode_graphs, "capture_sizes", lambda max_rows: [max_rows]))
+        stack.enter_context(mock.patch.object(decode_graphs, "_WARM_UPS", 1))
         _record_triton(stack, device)
         stack.enter_context(_Operations(device))
         stack.enter_context(_Functions(device))

@@ -1,8 +1,11 @@
 """Drives the model runner with handwritten diffs: a tiny decoder with random weights, steps given as keywords."""
 
+import functools
 from typing import Any
 
+import msgspec
 import numpy as np
+import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
@@ -45,12 +48,22 @@ def appending(handle: int, group: int, block_ids: list[int]) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _first_runner(model: bytes) -> ModelRunner:
+    """Make the runner whose model all others share. ``model``: ``MODEL``, which a test may have replaced."""
+    return make_runner(CONFIG, kv_layout(MODEL, 4, "float32"), progress=False)[0]
+
+
 class Runner:
-    """A ModelRunner that receives steps as keywords and numbers them."""
+    """A ModelRunner that receives steps as keywords and numbers them. All have the same model."""
 
     def __init__(self) -> None:
-        made, _ = make_runner(CONFIG, kv_layout(MODEL, 4, "float32"), progress=False)
-        self.runner: ModelRunner = made
+        first = _first_runner(msgspec.json.encode(MODEL))
+        forward = first.forward
+        made = ModelRunner(
+            CONFIG, first.kv_layout, first.num_blocks, forward.model, forward.backend, torch.device("cpu")
+        )
+        self.runner = made
         commit = made.tables.commit
 
         def commit_and_poison() -> None:

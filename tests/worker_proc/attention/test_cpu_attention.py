@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_attention_cases import Ask, Case, Rows, attend, make_case, raw, run
-from tiers import thinned
+from tiers import covering, thinned
 
 from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
@@ -14,6 +14,8 @@ from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.prologue import normalise_and_rotate
 from quire.worker_proc.attention.rope import rotate
 
+DTYPES = [torch.float32, torch.bfloat16]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 STEPS: dict[str, Rows] = {
@@ -56,29 +58,27 @@ def check(backend: CpuBackend, case: Case) -> None:
     torch.testing.assert_close(out.double(), case.expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block_size", thinned([4, 16], keep=1))
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("step", thinned(STEPS, keep=3))
-@pytest.mark.parametrize("way", ["native", "torch"])
+@pytest.mark.parametrize(
+    ("way", "step", "heads", "block_size", "dtype"), covering(["native", "torch"], STEPS, HEADS, [4, 16], DTYPES)
+)
 def test_equals_reference_attention(
     way: str, step: str, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
     check(make_backend(way), make_case(STEPS[step], heads, block_size, dtype))
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("step", ["first tokens", "chunks", "mixed"])
+@pytest.mark.parametrize(("step", "heads"), covering(["first tokens", "chunks", "mixed"], HEADS))
 def test_fixed_order_attention_equals_reference_attention(step: str, heads: tuple[int, int, int]) -> None:
     for block_size, dtype in ((4, torch.float32), (16, torch.bfloat16)):
         check(make_backend("fixed"), make_case(STEPS[step], heads, block_size, dtype))
 
 
-@pytest.mark.parametrize("heads", [(4, 2, 16), (5, 1, 20)], ids=str)
-@pytest.mark.parametrize("step", thinned(["ragged decode", "whole prompts", "mixed"], keep=1))
-@pytest.mark.parametrize("ask", ASKS)
-def test_all_layer_settings(ask: str, step: str, heads: tuple[int, int, int], backend: CpuBackend) -> None:
-    check(backend, make_case(STEPS[step], heads, 4, torch.float32, ask=ASKS[ask]))
+@pytest.mark.parametrize(
+    ("way", "ask", "step", "heads"),
+    covering(WAYS, ASKS, ["ragged decode", "whole prompts", "mixed"], [(4, 2, 16), (5, 1, 20)], pairs=True),
+)
+def test_all_layer_settings(way: str, ask: str, step: str, heads: tuple[int, int, int]) -> None:
+    check(make_backend(way), make_case(STEPS[step], heads, 4, torch.float32, ask=ASKS[ask]))
 
 
 @pytest.mark.parametrize("ask", ["window", "soft cap"])
@@ -89,25 +89,22 @@ def test_layer_that_reads_an_earlier_layers_cache(ask: str, backend: CpuBackend)
     torch.testing.assert_close(case.cache, before, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("step", thinned(["ragged decode", "mixed"], keep=1))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "cache_dtype",
-    [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
-    ids=lambda dtype: str(dtype).removeprefix("torch."),
+    ("way", "cache_dtype", "dtype", "step"),
+    covering(WAYS, [*DTYPES, torch.float16, *FP8], DTYPES, ["ragged decode", "mixed"], pairs=True),
 )
 def test_cache_of_another_dtype_than_activations(
-    cache_dtype: torch.dtype, dtype: torch.dtype, step: str, backend: CpuBackend
+    way: str, cache_dtype: torch.dtype, dtype: torch.dtype, step: str
 ) -> None:
     ask = Ask(k_scale=(0.25,), v_scale=(0.125,)) if cache_dtype.itemsize == 1 else Ask()
-    check(backend, make_case(STEPS[step], (9, 3, 64), 16, dtype, cache_dtype, ask))
+    check(make_backend(way), make_case(STEPS[step], (9, 3, 64), 16, dtype, cache_dtype, ask))
 
 
 @pytest.mark.parametrize("step", thinned(["ragged decode", "whole prompts", "mixed"], keep=1))
 @pytest.mark.parametrize("ask", [{}, {"window": 17, "soft_cap": 2.0, "sinks": True}], ids=["plain", "all settings"])
 def test_scale_per_head(ask: dict[str, Any], step: str, backend: CpuBackend) -> None:
     scales = Ask(k_scale=(0.25, 2.0, 0.03), v_scale=(0.125, 0.5, 4.0), **ask)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    for dtype in FP8:
         check(backend, make_case(STEPS[step], (6, 3, 16), 4, torch.float32, dtype, scales))
 
 
@@ -140,7 +137,7 @@ def test_writes_keys_and_values_only_to_their_slots(backend: CpuBackend) -> None
         torch.testing.assert_close(now[untouched], old[untouched], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FP8], ids=str)
 def test_stored_values_are_rounded_as_in_torch_and_clamped(dtype: torch.dtype, backend: CpuBackend) -> None:
     case = make_case([(0, 64)], (2, 1, 32), 16, torch.float32, dtype)
     most = torch.finfo(dtype).max if dtype.itemsize == 1 else float("inf")
@@ -181,13 +178,14 @@ def test_several_layers_share_one_plan(backend: CpuBackend) -> None:
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("rotary_dim", thinned([0, 8, 20], keep=2))
-@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(
+    ("way", "norms", "rotary_dim", "shared", "dtype"),
+    covering(WAYS, [False, True], [0, 8, 20], [False, True], DTYPES, pairs=True),
+)
 def test_norms_and_rotation_before_attention(
-    norms: bool, rotary_dim: int, shared: bool, dtype: torch.dtype, backend: CpuBackend
+    way: str, norms: bool, rotary_dim: int, shared: bool, dtype: torch.dtype
 ) -> None:
+    backend = make_backend(way)
     case = make_case(STEPS["mixed"], (4, 2, 20), 4, dtype, shared=shared)
     generator = torch.Generator().manual_seed(5)
     weight = torch.rand(2, 20, generator=generator).to(dtype) if norms else (None, None)

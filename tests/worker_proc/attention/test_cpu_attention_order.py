@@ -13,7 +13,7 @@ from quire.worker_proc.attention.cpu import CpuBackend
 
 BLOCK = 16
 HEADS = {"native": (9, 3, 64), "fixed": (4, 2, 24)}
-LENGTHS = {"native": [700, 300, 64, 129, 1], "fixed": [270, 40]}
+LENGTHS = {"native": [530, 150, 64, 129, 1], "fixed": [150, 40]}
 ASKS = {
     "plain": Ask(),
     "window": Ask(window=150),

@@ -10,6 +10,7 @@ from cpu_attention_cases import Ask, Case, Rows, make_case
 from dense_attention import DenseBackend
 from model_steps import Rows as SteppedRows
 from paged_backend_cases import ASKS, PLAIN, STEPS, check, check_attend, in_pages, on_gpu
+from tiers import covering
 
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.flash_attn_backend import FlashAttn2, FlashAttn3, FlashAttnBackend
@@ -36,8 +37,7 @@ def step(
     return in_pages(make_case(rows, heads, block_size(backend), torch.float16, ask=ask, **more))
 
 
-@pytest.mark.parametrize("ask", ASKS)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "ask"), covering(STEPS, ASKS))
 def test_equals_reference_attention(backend: FlashAttnBackend, name: str, ask: str) -> None:
     check(backend, step(backend, STEPS[name], ask=ASKS[ask]))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cpu_attention_cases import Ask, Case, Rows, make_case
 from paged_backend_cases import ASKS, PLAIN, STEPS, check, check_attend, in_pages, on_gpu
-from tiers import thinned
+from tiers import covering
 
 from quire.worker_proc.attention.flashinfer_backend import FlashInferBackend
 
@@ -31,8 +31,7 @@ def step(
     return in_pages(make_case(rows, heads, BLOCK_SIZE, torch.float16, cache_dtype, ask=ask))
 
 
-@pytest.mark.parametrize("ask", thinned(ASKS, keep=2))
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "ask"), covering(STEPS, ASKS))
 def test_equals_reference_attention(made: list[Any], name: str, ask: str) -> None:
     check(FlashInferBackend(CPU), step(STEPS[name], ASKS[ask]))
     assert [type(wrapper).__name__ for wrapper in made] == ["Decode" if "decode" in name else "Prefill"]
@@ -46,8 +45,9 @@ def test_all_head_group_sizes(made: list[Any], heads: tuple[int, int, int]) -> N
     assert made[0].use_tensor_cores is (heads[0] // heads[1] > 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("name", ["steady decode", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), covering(["steady decode", "mixed"], [torch.float8_e4m3fn, torch.float8_e5m2])
+)
 def test_fp8_cache_with_scales(made: list[Any], name: str, dtype: torch.dtype) -> None:
     case = step(STEPS[name], Ask(k_scale=(0.5,), v_scale=(2.0,)), cache_dtype=dtype)
     check(FlashInferBackend(CPU), case)

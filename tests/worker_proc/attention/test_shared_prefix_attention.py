@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_attention_cases import Ask, Case, Rows, make_case, raw, run
+from tiers import covering
 
 from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.attention.backend import SharedPrefix
@@ -49,10 +50,10 @@ def passed(case: Case, *prefixes: tuple[list[int], int]) -> Case:
     return dataclasses.replace(case, batch=dataclasses.replace(case.batch, prefixes=shared))
 
 
-@pytest.mark.parametrize("ask", [Ask(), Ask(soft_cap=2.0, sinks=True)], ids=["plain", "cap and sinks"])
-@pytest.mark.parametrize("heads", [(4, 4, 8), (9, 3, 64), (5, 1, 20)], ids=str)
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "dtypes", "heads", "ask"),
+    covering(ROWS, DTYPES, [(4, 4, 8), (9, 3, 64), (5, 1, 20)], [Ask(), Ask(soft_cap=2.0, sinks=True)], pairs=True),
+)
 def test_bits_are_those_of_row_by_row(
     rows: str, dtypes: str, heads: tuple[int, int, int], ask: Ask, backend: CpuBackend
 ) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_attention_cases import Ask, Case, attend_naively, make_case
+from tiers import covering
 
 from quire.worker_proc.attention.varlen_prefill import attend_fresh, can_attend_fresh
 
@@ -30,9 +31,7 @@ def attend(case: Case, lengths: list[int], device: str = "cpu") -> torch.Tensor:
     return attend_fresh(query, key, value, starts, np.array(lengths, dtype=np.int32), case.spec.scale)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 16)], ids=str)
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize(("name", "heads", "dtype"), covering(LENGTHS, [(4, 4, 8), (6, 2, 16)], TOLERANCE))
 def test_equals_reference_attention(name: str, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     lengths = LENGTHS[name]
     case = prompts(lengths, heads, dtype)

@@ -10,6 +10,7 @@ from checkpoints import experts_of
 from inprocess import InProcessEngine
 from runner_steps import CONFIG, MODEL, Runner, adding
 from thread_ranks import ThreadRank, on_ranks
+from tiers import covering
 
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.model.kv_layout import kv_layout
@@ -88,8 +89,9 @@ def test_prefix_hits_have_the_experts_of_the_request_that_computed_them(checkpoi
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("prompt", [[5, 6, 7, 8, 9, 10], LONG], ids=["part of a block", "whole blocks"])
+@pytest.mark.parametrize(
+    ("family", "prompt"), covering(["gpt_oss", "mixtral", "qwen3_moe"], [[5, 6, 7, 8, 9, 10], LONG])
+)
 def test_forked_requests_have_all_rows(family: str, prompt: list[int], checkpoint_factory: Checkpoints) -> None:
     """gpt-oss has a group with a window, which does not keep all positions."""
     folder, model = checkpoint_factory(family)

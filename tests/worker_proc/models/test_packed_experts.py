@@ -16,6 +16,7 @@ from model_steps import Rows
 from packed_models import resident_bytes
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRank, on_ranks
+from tiers import covering
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
@@ -108,8 +109,7 @@ def test_resident_weights_are_at_most_a_tenth_larger_than_the_file(folder: Path)
     assert resident_bytes(model) <= most
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("native", "deterministic"), covering(["1", "0"], [False, True]))
 def test_tokens_equal_transformers(
     native: str, deterministic: bool, checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from inprocess import InProcessEngine
 from packed_models import logits_of, prompts
 from quantised_checkpoints import FORMATS, quantise_checkpoint
 from thread_ranks import ThreadRank, on_ranks
+from tiers import thinned
 
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import parse_options
@@ -52,7 +53,7 @@ def loaded_logits(source: Path, parallel: ThreadRank | None = None) -> torch.Ten
     return logits_of(model)
 
 
-@pytest.mark.parametrize("form", ["w4a16-asymmetric", "w8a16", "fp8-blocks", "awq"])
+@pytest.mark.parametrize("form", thinned(["w4a16-asymmetric", "w8a16", "fp8-blocks", "awq"], keep=2))
 def test_weights_are_loaded_into_the_whole(form: str, checkpoint_factory: Factory, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from counting_device import counting_device
 from runner_steps import CONFIG, MODEL, adding
+from tiers import thinned
 
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.pooling_config import PoolingConfig
@@ -39,9 +40,7 @@ def pooled(params: list[PoolingParams]) -> dict[str, Any]:
     return fields | {"new_requests": new, "counts": [(0, 4), (1, 2)]}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in ("cls", "labels") else name for name in CASES]
-)
+@pytest.mark.parametrize("name", thinned(CASES, keep=2))
 def test_one_copy_in_one_copy_out_and_no_wait(name: str) -> None:
     pooling, generates, params = CASES[name]
     model = msgspec.structs.replace(MODEL, pooling=pooling, generates=generates)

@@ -14,6 +14,7 @@ from pooling_checkpoints import save_bi_encoder, save_cross_encoder, save_embedd
 from pooling_steps import Pooled, PoolingRunner, Rows, cosines, embedding
 from safetensors.torch import load_file, save_file
 from thread_ranks import on_ranks
+from tiers import covering, thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.weight_format import online_format
@@ -104,7 +105,7 @@ def test_vectors_equal_those_of_sentence_transformers(name: str, mode: str, tmp_
     assert np.asarray(each).shape == tokens.shape
 
 
-@pytest.mark.parametrize("name", BI_ENCODERS)
+@pytest.mark.parametrize("name", thinned(BI_ENCODERS, keep=2))
 def test_bits_do_not_depend_on_the_batch(name: str, folders: Folders) -> None:
     folder, _ = folders[name]
     runner = PoolingRunner(folder, deterministic=True)
@@ -114,7 +115,7 @@ def test_bits_do_not_depend_on_the_batch(name: str, folders: Folders) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(want, reversed(got), strict=True))
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForSequenceClassification", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("name", thinned(["Qwen3ForSequenceClassification", "Qwen3ForCausalLM"], keep=1))
 def test_bits_of_scores_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     save_model(tmp_path, name)
     if name.endswith("CausalLM"):
@@ -135,7 +136,7 @@ def test_vectors_are_cut_before_they_are_normalised(folders: Folders) -> None:
     np.testing.assert_allclose(got[3][0], reference.tokens(PROMPTS[1])[-1], atol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [10**6, 7])
+@pytest.mark.parametrize("chunk", thinned([7, 10**6], keep=1))
 def test_vectors_of_tokens(chunk: int, folders: Folders) -> None:
     folder, reference = folders["mistral cls"]
     got = PoolingRunner(folder).pool([Pooled(prompt, TOKENS) for prompt in PROMPTS], chunk=chunk)
@@ -173,9 +174,8 @@ def test_a_causal_model_embeds_beside_chatting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen3ForSequenceClassification", pytest.param("LlamaForSequenceClassification", marks=pytest.mark.full)]
+    ("name", "num_labels"), covering(["Qwen3ForSequenceClassification", "LlamaForSequenceClassification"], [3, 1])
 )
-@pytest.mark.parametrize("num_labels", [1, 3])
 def test_classification_equals_transformers(name: str, num_labels: int, tmp_path: Path) -> None:
     model = save_model(tmp_path, name, num_labels=num_labels)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def _set(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-@pytest.mark.parametrize("kind", ["mean", "label", "yes"])
+@pytest.mark.parametrize("kind", thinned(["mean", "label", "yes"], keep=2))
 def test_two_ranks(kind: str, tmp_path: Path) -> None:
     if kind == "mean":
         save_embedding(tmp_path, "LlamaModel", "mean_tokens")

@@ -19,6 +19,7 @@ from processor_cases import (
     random_tokens,
 )
 from processor_plugins import AddText, Halve, Prefers
+from tiers import examples, thinned
 
 from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.request.sampling_params import SamplingParams
@@ -57,7 +58,7 @@ def banned(cls: type[RowProcessor[object]], rows: list[Request]) -> list[list[in
 
 @pytest.mark.parametrize("cls", [*BUILTIN, *PLUGINS], ids=lambda cls: cls.__name__)
 @given(SEEDS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_updated_state_equals_newly_built_state(cls: type[LogitsProcessor], seed: int) -> None:
     rng = random.Random(seed)
     batch = ChangingBatch(rng)
@@ -70,7 +71,7 @@ def test_updated_state_equals_newly_built_state(cls: type[LogitsProcessor], seed
 
 @pytest.mark.parametrize("cls", [*BUILTIN, *PLUGINS], ids=lambda cls: cls.__name__)
 @given(SEEDS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_row_in_a_batch_equals_the_row_alone(cls: type[LogitsProcessor], seed: int) -> None:
     rng = random.Random(seed)
     rows = [random_request(rng) if rng.random() < 0.8 else None for _ in range(6)]
@@ -83,7 +84,7 @@ def test_row_in_a_batch_equals_the_row_alone(cls: type[LogitsProcessor], seed: i
 
 @pytest.mark.parametrize("cls", BUILTIN, ids=lambda cls: cls.__name__)
 @given(SEEDS)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_drafts_before_a_position_count_as_output(cls: type[RowProcessor[object]], seed: int) -> None:
     """The batch also has rows that do not sample in the step."""
     rng = random.Random(seed)
@@ -190,7 +191,7 @@ def kinds_of_counts(monkeypatch: pytest.MonkeyPatch) -> list[Penalties]:
     return both
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", thinned(range(6), keep=2))
 def test_counts_are_equal_in_all_implementations(seed: int, kinds_of_counts: list[Penalties]) -> None:
     """Rows are added and removed; the engine passes samples and accepted drafts instead of output lists."""
     rng = random.Random(seed)

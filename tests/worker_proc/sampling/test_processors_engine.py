@@ -9,6 +9,7 @@ import pytest
 import torch
 from inprocess import InProcessEngine
 from processor_plugins import Lengths
+from tiers import covering
 
 VOCAB = 97
 NEW_TOKENS = 20
@@ -92,8 +93,7 @@ def run(folder: Path, **settings: Any) -> tuple[InProcessEngine, list[list[int]]
     return engine, [answers[str(index)].tokens for index in range(len(answers))]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafts", [False, True], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize(("mode", "drafts"), covering(MODES, [False, True]))
 def test_outputs_equal_a_simple_loop(mode: str, drafts: bool, wanted: tuple[Path, list[list[int]]]) -> None:
     folder, answers = wanted
     plugins = {"logits_processors": ["processor_plugins:AddText"]}

@@ -9,6 +9,7 @@ import pytest
 from host_pages import GEMMA, KEY_BYTES, LAYOUTS, LLAMA, SMALL, Memory, Pool, host_memory, move
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import covering
 
 from quire.kernels.cpu.native.library import load_native
 from quire.kernels.cpu.pages.page_moves import HEADER
@@ -33,8 +34,7 @@ def memory(pool: Pool) -> Iterator[Memory]:
         yield memory
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "numpy"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("layout", "native"), covering(LAYOUTS.values(), [True, False]))
 @settings(max_examples=10)
 @given(data=st.data())
 def test_loaded_blocks_equal_the_stored_ones(layout: KVLayout, native: bool, data: st.DataObject) -> None:

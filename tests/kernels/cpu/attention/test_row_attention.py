@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import covering
 
 from quire.kernels.cpu.attention.row_attention import TOLERANCES, RowAttention, attend_rows_reference
 from quire.kernels.cpu.linear.linear import ACTIVATIONS, PackedLinear
@@ -28,12 +29,11 @@ def _rotary(positions: int, dim: int) -> torch.Tensor:
     return torch.stack([torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("heads", "head_dim", "rotary_dim"), [(3, 8, 0), (1, 20, 20), (2, 64, 32)])
-@pytest.mark.parametrize("reach", [0, 1, 9, 200])
-def test_rows_equal_the_reference(
-    native: Native, dtype: torch.dtype, heads: int, head_dim: int, rotary_dim: int, reach: int
-) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shape", "reach"), covering(TOLERANCES, [(3, 8, 0), (1, 20, 20), (2, 64, 32)], [0, 1, 9, 200])
+)
+def test_rows_equal_the_reference(native: Native, dtype: torch.dtype, shape: tuple[int, int, int], reach: int) -> None:
+    heads, head_dim, rotary_dim = shape
     starts = _starts(LENGTHS)
     qkv = _random(int(starts[-1]), 3 * heads * head_dim + 5).to(dtype)[:, 2:-3]
     rotary = _rotary(131, rotary_dim) if rotary_dim else None

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tiers import covering
 
 from quire.kernels.cpu.linear.lora import CpuAdapters
 from quire.kernels.cpu.native.library import Native
@@ -81,14 +82,10 @@ class Case:
         return y, TOLERANCES[self.table.dtype] * magnitude
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    found: torch.dtype = request.param
-    return found
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 5, 9, 33, 200])
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(("site", "num_tokens", "dtype"), covering(SITES, [0, 1, 2, 3, 5, 9, 33, 200], DTYPES))
 def test_equals_reference(native: Native, site: str, num_tokens: int, dtype: torch.dtype) -> None:
     case = Case(site, dtype, num_tokens)
     case.assign(num_tokens, num_tokens)
@@ -110,8 +107,9 @@ def _around(inner: torch.Tensor) -> Sequence[torch.Tensor]:
     return whole[0], whole[-1], whole[:, :left], whole[:, left + inner.shape[1] :]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("site", ["fused", "odd", "large", "two stages"])
+@pytest.mark.parametrize(
+    ("site", "dtype", "threads"), covering(["fused", "odd", "large", "two stages"], DTYPES, [1, 2, 3])
+)
 def test_a_rows_bits_depend_on_that_row_alone(native: Native, site: str, dtype: torch.dtype, threads: int) -> None:
     add, before = CpuAdapters(native).add, torch.get_num_threads()
     case = Case(site, dtype, MAX_TOKENS)
@@ -138,6 +136,7 @@ def test_a_rows_bits_depend_on_that_row_alone(native: Native, site: str, dtype: 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_recorded_plan_serves_any_rows_and_slots(native: Native, dtype: torch.dtype) -> None:
     case, add, num_tokens = Case("fused", dtype, 40), CpuAdapters(native).add, 40
     x, y = torch.randn(num_tokens, case.inputs).to(dtype), torch.zeros(num_tokens, case.outputs, dtype=dtype)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiers import covering
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
 from quire.kernels.common.scaled_linear import TOLERANCE, PackedWeight, scaled_linear, scaled_linear_reference
@@ -28,6 +29,7 @@ SHAPES = [
     (7, 576, 72),
 ]
 ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 14, 15, 16, 17, 28, 29, 33, 70]
+DTYPES = [torch.float32, torch.bfloat16]
 SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
@@ -105,32 +107,29 @@ def _rows(count: int, inputs: int) -> torch.Tensor:
     return torch.randn(70, inputs, generator=torch.Generator().manual_seed(2))[:count]
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "size"), SHAPES)
 @pytest.mark.parametrize(
-    ("kind", "zeros"),
-    [("int8", False), ("int8", True), ("int4", False), ("int4", True), ("fp8", False), ("fp4", False)],
+    ("shape", "kind", "dtype"),
+    covering(SHAPES, ["int8", "int8 with zeros", "int4", "int4 with zeros", "fp8", "fp4"], DTYPES),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_equal_the_reference_in_any_batch(
-    native: Native, kind: str, zeros: bool, outputs: int, inputs: int, size: int, dtype: torch.dtype
+    native: Native, kind: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    _assert_rows_ignore_their_batch(native, _random(kind, outputs, inputs, size, zeros=zeros), dtype)
+    weight = _random(kind.split()[0], *shape, zeros=kind.endswith("zeros"))
+    _assert_rows_ignore_their_batch(native, weight, dtype)
 
 
-@pytest.mark.parametrize("kind", BLOCK_KINDS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 256), (33, 768), (64, 1024)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "shape", "dtype"), covering(BLOCK_KINDS, [(1, 256), (33, 768), (64, 1024)], DTYPES))
 def test_blocks_equal_the_reference_in_any_batch(
-    native: Native, kind: str, outputs: int, inputs: int, dtype: torch.dtype
+    native: Native, kind: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     _skip_without_float16(native)
+    outputs, inputs = shape
     _assert_rows_ignore_their_batch(native, _blocks(kind, outputs, inputs), dtype)
     part = _blocks(kind, outputs, inputs, slice(inputs // 4 - 8, inputs - 40))  # a rank's inputs
     _assert_rows_ignore_their_batch(native, part, dtype)
 
 
-@pytest.mark.parametrize("dtype", SCALE_DTYPES)
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "fp4"])
+@pytest.mark.parametrize(("kind", "dtype"), covering(["int8", "int4", "fp8", "fp4"], SCALE_DTYPES))
 def test_scales_of_each_dtype(native: Native, kind: str, dtype: torch.dtype) -> None:
     if dtype is torch.float16:
         _skip_without_float16(native)

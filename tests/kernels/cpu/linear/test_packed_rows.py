@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tiers import covering
 
 from quire.kernels.common.block_weight import BLOCK_TYPES, BlockWeight
 from quire.kernels.common.scaled_linear import PackedWeight
@@ -28,8 +29,7 @@ def _weight(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> torch
     return weight.to(dtype)  # in float16, some numbers are subnormal
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape"), covering(DTYPES, SHAPES))
 def test_rows_written_in_parts_are_those_written_at_once(
     native: Native, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -58,9 +58,7 @@ def test_numbers_that_are_not_finite_are_found(native: Native, dtype: torch.dtyp
         assert packed.write_rows(0, largest)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("factor", [1.0, 5.5])
+@pytest.mark.parametrize(("dtype", "shape", "factor"), covering(DTYPES, SHAPES, [1.0, 5.5]))
 def test_gathered_rows_are_those_of_the_weight(
     native: Native, dtype: torch.dtype, shape: tuple[int, int], factor: float
 ) -> None:
@@ -99,8 +97,7 @@ def _codes(kind: str, outputs: int, inputs: int) -> PackedWeight:
     return ScaledWeight(kind, codes, groups, 64, zeros, rows, order)
 
 
-@pytest.mark.parametrize("kind", [*SCALED_KINDS, *BLOCK_KINDS])
-@pytest.mark.parametrize("shape", [(1, 256), (70, 768)])
+@pytest.mark.parametrize(("kind", "shape"), covering([*SCALED_KINDS, *BLOCK_KINDS], [(1, 256), (70, 768)]))
 def test_gathered_codes_are_those_of_the_weight(native: Native, kind: str, shape: tuple[int, int]) -> None:
     weight = _codes(kind, *shape)
     if not CodesLinear.takes(native, weight):

@@ -2,9 +2,19 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from quire.kernels.cpu.linear.weight_memory import ALIGNMENT, CHUNK, HUGE_PAGE, allocate, allocate_alone
+from quire.kernels.cpu.linear import weight_memory
+from quire.kernels.cpu.linear.weight_memory import ALIGNMENT, HUGE_PAGE, allocate, allocate_alone
+
+CHUNK = 32 << 20
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_memory, "CHUNK", CHUNK)
+    monkeypatch.setattr(weight_memory, "_rest", torch.empty(0, dtype=torch.uint8))
 
 
 def test_allocations_are_aligned_and_do_not_overlap() -> None:
@@ -21,7 +31,7 @@ def test_untouched_memory_is_not_resident() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     size = CHUNK + 1
-    held = [allocate(size)]  # frees the chunk that another test has left
+    held = [allocate(size)]
     before = resident()
     held += [allocate(size) for _ in range(3)]
     assert resident() - before < size // 4
@@ -35,7 +45,7 @@ def test_memory_of_its_own_is_freed_alone() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-    size = 16 * HUGE_PAGE
+    size = 8 * HUGE_PAGE
     with torch.inference_mode():
         held = [allocate_alone(size) for _ in range(3)]
     before = resident()

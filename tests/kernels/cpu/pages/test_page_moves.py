@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import xxhash
+from tiers import covering
 
 from quire.kernels.cpu.native.library import Native
 from quire.kernels.cpu.pages.page_moves import HEADER, OUTCOMES, BlockGroup, Bytes, Moves, PageMoves, xxh3_reference
@@ -29,9 +30,9 @@ def test_reference_tag_is_xxh3(size: int) -> None:
     assert int.from_bytes(xxh3_reference(data), "little") == xxhash.xxh3_128_intdigest(data)
 
 
-@pytest.mark.parametrize("shift", [0, 16, 1])
-@pytest.mark.parametrize("count", [1, 2, 60])
-@pytest.mark.parametrize("span", [1, 17, 32, 64, 80, 320, 1024, 1088, 6144])
+@pytest.mark.parametrize(
+    ("span", "count", "shift"), covering([1, 17, 32, 64, 80, 320, 1024, 1088, 6144], [1, 2, 60], [0, 16, 1])
+)
 def test_native_pages_equal_those_of_numpy(native: Native, span: int, count: int, shift: int) -> None:
     rng = np.random.default_rng(span + count)
     blocks = [memory(rng, NUM_BLOCKS, span, shift=shift) for _ in range(count)]
