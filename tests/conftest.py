@@ -34,15 +34,22 @@ LONG_FILES = (
 
 
 SAME_ENGINE = {
+    "tests/end_to_end/test_adapters.py": "server",
+    "tests/end_to_end/test_forks.py": "tiny",
     "tests/end_to_end/test_grammar_beams.py": "demo",
     "tests/end_to_end/test_offline_pause.py": "demo",
     "tests/end_to_end/test_processes.py": "tiny",
+    "tests/end_to_end/test_recovery.py": "server",
     "tests/end_to_end/test_running_forks.py": "demo",
+    "tests/end_to_end/test_server.py": "server",
+    "tests/end_to_end/test_sessions.py": "server",
     "tests/end_to_end/test_structured.py": "demo",
+    "tests/launch/offline/test_llm_sampling.py": "demo",
     "tests/launch/offline/test_offline.py": "tiny",
     "tests/test_small_engine.py": "demo",
 }
-"""Files that borrow the same engine (``lent_engines.py``): with xdist one process runs them, and starts it once."""
+"""Files that borrow the same engine (``lent_engines.py``) or server (``end_to_end/conftest.py``): with xdist one
+process runs them, and starts it once."""
 
 LIMITS = {"slow": 7200, "gpu": 1800, "full": 900}
 """Seconds that a test of a tier may take, also on a busy machine; pyproject.toml has the limit of the others."""

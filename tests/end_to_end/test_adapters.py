@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from adapters import make_adapter
-from chaos import HUNG_S, disturbed, is_empty, request_of, streams, until, within
-from fault_server import FaultServer, Role, wait_until
+from chaos import HUNG_S, disturbed, request_of, streams
+from fault_server import Role, wait_until
 from live_streams import Answer, StreamRequest
+from served import Served
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.launch import cli
@@ -26,33 +27,8 @@ from quire.protocol.model.adapter_config import AdapterError
 from quire.protocol.model.model_config import load_model_config
 
 ADMIN = {"authorization": "Bearer admin"}
-FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000", "--admin-api-key", "admin")
 MODELS = ("quire-demo", "one", "two", "three")
 PROMPT = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters of the demo model: one, two and three differ in rank, projections and values; bad cannot be used."""
-    folder, model = tmp_path_factory.mktemp("adapters"), load_model_config(DEMO_MODEL)
-    make_adapter(folder / "one", model, seed=1, size=1.0)
-    make_adapter(folder / "two", model, seed=2, size=1.0, rank=7, alpha=3.5, projections=("q_proj", "down_proj"))
-    make_adapter(folder / "three", model, seed=3, size=1.0, rank=16, projections=("v_proj", "o_proj", "up_proj"))
-    make_adapter(folder / "bad", model, settings={"use_dora": True})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[FaultServer]:
-    """With two front ends, four adapters, and two adapters in a step."""
-    static = f"one={folder / 'one'}"
-    flags = ("--api-server-count", "2", "--lora-modules", static, "--lora-dir", str(folder), "--max-loras", "2")
-    with FaultServer([*FLAGS, *flags, "--max-cpu-loras", "3"]) as server:
-        yield server
-        assert server.stop() == 0
-        log = "\n".join(line.text for line in server.log)
-        assert "Traceback" not in log, log
-        assert server.leftovers() == []
 
 
 def requests(max_tokens: int, models: Sequence[str] = MODELS) -> list[StreamRequest]:
@@ -65,21 +41,12 @@ MIXED = requests(70)
 
 
 @pytest.fixture(scope="module")
-def alone(server: FaultServer) -> list[Answer]:
+def alone(demo_server: Served) -> list[Answer]:
     """The answers to MIXED, each alone."""
-    answers = [asyncio.run(streams(server.port, [request]))[0] for request in MIXED]
+    answers = [asyncio.run(streams(demo_server.port, [request]))[0] for request in MIXED]
     assert [answer.error or answer.contradiction() for answer in answers] == [""] * len(answers)
     assert len({answer.choices[0].text for answer in answers}) == 2 * len(MODELS)
     return answers
-
-
-@pytest.fixture(autouse=True)
-def emptied(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check after each test that the shared server has no request left."""
-    yield
-    if "server" in request.fixturenames:
-        server = request.getfixturevalue("server")
-        assert asyncio.run(until(lambda: is_empty(server.port), within(5)))
 
 
 def check_same(answers: Sequence[Answer], references: Sequence[Answer]) -> None:
@@ -89,10 +56,10 @@ def check_same(answers: Sequence[Answer], references: Sequence[Answer]) -> None:
 
 
 @contextlib.contextmanager
-def client(server: FaultServer) -> Iterator[httpx.Client]:
+def client(server: Served) -> Iterator[httpx.Client]:
     """A client each of whose requests has a connection of its own, which either front end may accept."""
     limits = httpx.Limits(max_keepalive_connections=0)
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60, limits=limits) as made:
+    with httpx.Client(base_url=server.url, timeout=60, limits=limits) as made:
         yield made
 
 
@@ -107,8 +74,8 @@ def text_of(http: httpx.Client, model: str, **fields: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def load(http: httpx.Client, name: str, folder: Path, **fields: Any) -> httpx.Response:
-    body = {"lora_name": name, "lora_path": str(folder), **fields}
+def load(http: httpx.Client, name: str, adapters: Path, **fields: Any) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(adapters), **fields}
     return http.post("/v1/load_lora_adapter", json=body, headers=ADMIN)
 
 
@@ -116,13 +83,13 @@ def unload(http: httpx.Client, name: str, **fields: Any) -> httpx.Response:
     return http.post("/v1/unload_lora_adapter", json={"lora_name": name, **fields}, headers=ADMIN)
 
 
-def test_mixed_load(server: FaultServer, alone: list[Answer]) -> None:
+def test_mixed_load(demo_server: Served, alone: list[Answer]) -> None:
     """Of four models, two adapters fit in a step: each request has the tokens that it has alone."""
-    check_same(asyncio.run(streams(server.port, MIXED)), alone)
+    check_same(asyncio.run(streams(demo_server.port, MIXED)), alone)
 
 
-def test_models_and_dialects(server: FaultServer) -> None:
-    with client(server) as http:
+def test_models_and_dialects(demo_server: Served) -> None:
+    with client(demo_server) as http:
         cards = {card["id"]: card["parent"] for card in http.get("/v1/models").json()["data"]}
         assert cards == {"quire-demo": None, **dict.fromkeys(("one", "two", "three", "bad"), "quire-demo")}
         texts = {model: text_of(http, model) for model in MODELS}
@@ -138,23 +105,23 @@ def test_models_and_dialects(server: FaultServer) -> None:
 
 
 @pytest.mark.full
-def test_cached_prefixes_belong_to_one_content(server: FaultServer, folder: Path) -> None:
+def test_cached_prefixes_belong_to_one_content(demo_server: Served, adapters: Path) -> None:
     """A second name of one content hits its cache; another content and the model do not."""
     prompt = [*range(100, 164)]
-    with client(server) as http:
-        shutil.copytree(folder / "two", folder / "same")
+    with client(demo_server) as http:
+        shutil.copytree(adapters / "two", adapters / "same")
         cached = []
         for model in ("two", "two", "same", "three", "quire-demo"):
             usage = complete(http, model, prompt=prompt).json()["usage"]
             cached.append(usage["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0, 48, 48, 0, 0]
-        shutil.rmtree(folder / "same")
+        shutil.rmtree(adapters / "same")
 
 
-def test_load_and_unload_with_two_front_ends(server: FaultServer, folder: Path, tmp_path: Path) -> None:
+def test_load_and_unload_with_two_front_ends(demo_server: Served, adapters: Path, tmp_path: Path) -> None:
     model = load_model_config(DEMO_MODEL)
     old, new = (make_adapter(tmp_path / f"v{i}", model, seed=10 + i, size=1.0) for i in (1, 2))
-    with client(server) as http:
+    with client(demo_server) as http:
         assert complete(http, "org/runtime").status_code == 404
         assert load(http, "org/runtime", old).json()["root"] == "v1"
         texts = {text_of(http, "org/runtime") for _ in range(8)}  # either front end
@@ -171,18 +138,17 @@ def test_load_and_unload_with_two_front_ends(server: FaultServer, folder: Path, 
         assert {complete(http, "org/runtime").status_code for _ in range(8)} == {404}
         assert unload(http, "org/runtime").status_code == 404
         assert load(http, "org/runtime", tmp_path / "none").status_code == 404
-        assert load(http, "org/runtime", folder / "bad").json()["error"]["code"] == "invalid_adapter"
+        assert load(http, "org/runtime", adapters / "bad").json()["error"]["code"] == "invalid_adapter"
 
 
 @pytest.mark.full
-def test_unload_with_requests(server: FaultServer, folder: Path) -> None:
+def test_unload_with_requests(demo_server: Served, adapters: Path) -> None:
     """An unload waits for the requests of its name, reports them, or aborts them."""
     request = request_of(600, model="busy", temperature=0.0)
 
     async def test() -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
-        url = f"http://127.0.0.1:{server.port}"
-        async with httpx.AsyncClient(base_url=url, headers=ADMIN, timeout=60, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=demo_server.url, headers=ADMIN, timeout=60, limits=limits) as http:
 
             async def post(path: str, **body: Any) -> httpx.Response:
                 return await http.post(f"/v1/{path}_lora_adapter", json={"lora_name": "busy", **body})
@@ -198,8 +164,8 @@ def test_unload_with_requests(server: FaultServer, folder: Path) -> None:
                 assert (await unloading).json()["deleted"] is True
 
             for forced in (False, True):
-                assert (await post("load", lora_path=str(folder / "three"))).status_code == 200
-                (answer,) = await disturbed(server.port, [request], act, 5)
+                assert (await post("load", lora_path=str(adapters / "three"))).status_code == 200
+                (answer,) = await disturbed(demo_server.port, [request], act, 5)
                 assert bool(answer.error) == forced
                 if not forced:
                     assert answer.num_tokens == 600
@@ -208,30 +174,30 @@ def test_unload_with_requests(server: FaultServer, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_bad_adapters_leave_other_streams_alone(server: FaultServer, alone: list[Answer], folder: Path) -> None:
+def test_bad_adapters_leave_other_streams_alone(demo_server: Served, alone: list[Answer], adapters: Path) -> None:
     """Requests of adapters that cannot be used are refused while streams of others run."""
 
     def act() -> None:
-        with client(server) as http:
+        with client(demo_server) as http:
             for _ in range(3):
                 assert complete(http, "none").status_code == 404
                 refused = complete(http, "bad").json()["error"]
-                assert (refused["code"], str(folder) in refused["message"]) == ("invalid_adapter", False)
-                assert load(http, "x", folder / "bad").status_code == 400
-                assert load(http, "x", folder / "missing").status_code == 404
-                assert load(http, "one", folder / "two").status_code == 409
+                assert (refused["code"], str(adapters) in refused["message"]) == ("invalid_adapter", False)
+                assert load(http, "x", adapters / "bad").status_code == 400
+                assert load(http, "x", adapters / "missing").status_code == 404
+                assert load(http, "one", adapters / "two").status_code == 409
 
     async def in_thread() -> None:
         await asyncio.to_thread(act)
 
-    check_same(asyncio.run(disturbed(server.port, MIXED, in_thread, 30)), alone)
+    check_same(asyncio.run(disturbed(demo_server.port, MIXED, in_thread, 30)), alone)
 
 
-def test_content_that_changes_behind_a_name_is_not_loaded(server: FaultServer, tmp_path: Path) -> None:
+def test_content_that_changes_behind_a_name_is_not_loaded(demo_server: Served, tmp_path: Path) -> None:
     """The folder of a name that was loaded gets other content before a worker has loaded it."""
     model = load_model_config(DEMO_MODEL)
     changed = make_adapter(tmp_path / "changed", model, seed=20)
-    with client(server) as http:
+    with client(demo_server) as http:
         assert load(http, "changed", changed).status_code == 200
         make_adapter(changed, model, seed=21)
         answer = complete(http, "changed")
@@ -248,29 +214,29 @@ def test_content_that_changes_behind_a_name_is_not_loaded(server: FaultServer, t
 class TestDeaths:
     @pytest.mark.parametrize("after", [1, 150])
     @pytest.mark.parametrize("role", ["worker", "scheduler"])
-    def test_answers_survive(self, server: FaultServer, alone: list[Answer], role: Role, after: int) -> None:
-        answers = asyncio.run(disturbed(server.port, MIXED, lambda: server.victims(role)[0].kill(), after))
+    def test_answers_survive(self, demo_server: Served, alone: list[Answer], role: Role, after: int) -> None:
+        answers = asyncio.run(disturbed(demo_server.port, MIXED, lambda: demo_server.victims(role)[0].kill(), after))
         check_same(answers, alone)
 
-    def test_names_survive_front_ends(self, server: FaultServer, folder: Path) -> None:
-        with client(server) as http:
-            assert load(http, "kept", folder / "two").status_code == 200
+    def test_names_survive_front_ends(self, demo_server: Served, adapters: Path) -> None:
+        with client(demo_server) as http:
+            assert load(http, "kept", adapters / "two").status_code == 200
             expected = text_of(http, "two")
             for _ in range(2):
-                victim = server.victims("frontend")[0]
+                victim = demo_server.victims("frontend")[0]
                 victim.kill()
                 victim.wait(HUNG_S)
-                assert wait_until(lambda: len(server.victims("frontend")) == 2, HUNG_S) is not None
+                assert wait_until(lambda: len(demo_server.victims("frontend")) == 2, HUNG_S) is not None
             assert {_patient_text(http, "kept") for _ in range(8)} == {expected}
             assert unload(http, "kept").status_code == 200
 
-    def test_names_survive_a_scheduler_and_a_worker(self, server: FaultServer, folder: Path) -> None:
-        with client(server) as http:
-            assert load(http, "kept", folder / "three").status_code == 200
+    def test_names_survive_a_scheduler_and_a_worker(self, demo_server: Served, adapters: Path) -> None:
+        with client(demo_server) as http:
+            assert load(http, "kept", adapters / "three").status_code == 200
             expected = text_of(http, "kept")
             roles: tuple[Role, ...] = ("scheduler", "worker")
             for role in roles:
-                server.victims(role)[0].kill()
+                demo_server.victims(role)[0].kill()
                 assert text_of(http, "kept") == expected
             assert unload(http, "kept").status_code == 200
 
@@ -283,15 +249,15 @@ def _patient_text(http: httpx.Client, model: str) -> str:
     raise AssertionError("no front end answers")
 
 
-def test_a_bad_module_ends_the_start_with_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_module_ends_the_start_with_one_line(adapters: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", *FLAGS, "--lora-modules", f"a={folder / 'bad'}"])
+        cli.main(["serve", "--lora-modules", f"a={adapters / 'bad'}"])
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 78 and "DoRA is not supported" in line
 
 
 @pytest.mark.full
-def test_run_batch_and_generate(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_batch_and_generate(adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"model": model, **BODY}}
         for i, model in enumerate(("quire-demo", "one", "two", "none"))
@@ -299,14 +265,14 @@ def test_run_batch_and_generate(folder: Path, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
     files = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match="1"):  # a line failed
-        cli.main(["run-batch", *files, "--dtype", "float32", "--lora-dir", str(folder)])
+        cli.main(["run-batch", *files, "--dtype", "float32", "--lora-dir", str(adapters)])
     results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [result["response"]["status_code"] for result in results] == [200, 200, 200, 404]
     texts = [result["response"]["body"]["choices"][0]["text"] for result in results[:3]]
     assert len(set(texts)) == 3
     capsys.readouterr()
     words = ["--prompt", PROMPT, "--max-tokens", "12", "--json", "--dtype", "float32"]
-    cli.main(["generate", *words, "--lora", str(folder / "one")])
+    cli.main(["generate", *words, "--lora", str(adapters / "one")])
     assert json.loads(capsys.readouterr().out)["text"] == texts[1]
 
 
@@ -314,8 +280,8 @@ BODY = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
 
 
 @pytest.mark.full
-def test_offline(folder: Path) -> None:
-    one, two = (LoRARequest(name, i, folder / name) for i, name in enumerate(("one", "two"), 1))
+def test_offline(adapters: Path) -> None:
+    one, two = (LoRARequest(name, i, adapters / name) for i, name in enumerate(("one", "two"), 1))
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with LLM(dtype="float32", deterministic=True, enable_lora=True, max_loras=1) as llm:
         orders = [None, one, two, one, None]
@@ -330,9 +296,9 @@ def test_offline(folder: Path) -> None:
         running.read(4)
         assert [fork.read().text for fork in llm.fork(running, n=2)] == [texts[1]] * 2
         with pytest.raises(AdapterError, match="DoRA"):
-            llm.generate(PROMPT, params, lora_request=LoRARequest("bad", 3, folder / "bad"))
+            llm.generate(PROMPT, params, lora_request=LoRARequest("bad", 3, adapters / "bad"))
         with pytest.raises(AdapterError, match="is not a folder"):
-            llm.generate(PROMPT, params, lora_request=LoRARequest("none", 3, folder / "none"))
+            llm.generate(PROMPT, params, lora_request=LoRARequest("none", 3, adapters / "none"))
         with pytest.raises(InvalidRequest, match="1 lora_requests for 2 prompts"):
             llm.generate([PROMPT] * 2, params, lora_request=[one])
     with (

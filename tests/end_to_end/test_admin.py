@@ -92,7 +92,7 @@ def test_a_pause_survives_the_scheduler_and_replays(tmp_path: Path) -> None:
     with FaultServer([*FLAGS, "--admin-api-key", "admin", "--trace", str(trace)]) as server:
         asyncio.run(check_pause(server))
         assert server.stop() == 0
-        log = [line.text.partition(": ")[2] for line in server.log if "quire.scheduler: " in line.text]
+        log = [line.partition(": ")[2] for line in server.log if "quire.scheduler: " in line]
     assert log == ["paused mode=keep", "still paused mode=keep", "resumed", "paused mode=wait", "resumed"]
     last_part = sorted(tmp_path.iterdir())[-1].read_text().splitlines()
     orders = [json.loads(line)["event"][1] for line in last_part if '"kind":"event"' in line]

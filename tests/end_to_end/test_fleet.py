@@ -27,8 +27,7 @@ def server() -> Iterator[Served]:
     pool = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "500", "--no-standby-workers")
     served = Served("--data-parallel-size", "2", "--deterministic", "--admin-api-key", "admin", *pool)
     yield served
-    assert served.stop() == 0
-    assert not any("Traceback" in line for line in served.log), "".join(served.log)
+    served.end()
     assert not engine_processes()
 
 

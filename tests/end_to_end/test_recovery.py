@@ -14,42 +14,31 @@ from chaos import HUNG_S, client_ports, disturbed, held_recovery, is_empty, requ
 from fault_server import FaultServer, Role, wait_until
 from live_streams import Answer, StreamRequest, make_requests, stream
 from raw_http import get
+from served import Served
 
 from quire.bench.measure.http_client import parse_metrics
 from quire.launch.serve import SAME_SIGNAL_S
 
 CANARY = request_of(12, temperature=0.0)
-FLAGS = ("--dtype", "float32", "--deterministic", "--num-gpu-blocks-override", "2000")
 SIMULATED = ("--simulate", "constant:10", "--num-gpu-blocks-override", "500")
 REQUESTS = make_requests(18, seed=5, longest=160)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FaultServer]:
-    with FaultServer([*FLAGS, "--api-server-count", "2"]) as server:
-        yield server
-        assert server.stop() == 0
-        log = "\n".join(line.text for line in server.log)
-        assert "Traceback" not in log, log
-        assert server.leftovers() == []
-
-
-@pytest.fixture(scope="module")
-def undisturbed(server: FaultServer) -> list[Answer]:
+def undisturbed(demo_server: Served) -> list[Answer]:
     """The answers to REQUESTS and, last, to the canary, without a fault."""
-    answers = asyncio.run(streams(server.port, [*REQUESTS, CANARY]))
+    answers = asyncio.run(streams(demo_server.port, [*REQUESTS, CANARY]))
     assert [answer.error or answer.contradiction() for answer in answers] == [""] * len(answers)
     return answers
 
 
 @pytest.fixture(autouse=True)
 def canary(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check after each test that the shared server answers as before and has no requests or blocks in use."""
+    """Check after each test that the shared server answers as before."""
     yield
-    if "server" in request.fixturenames:
-        server, undisturbed = request.getfixturevalue("server"), request.getfixturevalue("undisturbed")
-        assert asyncio.run(stream(server.port, CANARY)).same_as(undisturbed[-1])
-        assert asyncio.run(until(lambda: is_empty(server.port), within(5)))
+    if "demo_server" in request.fixturenames:
+        port, undisturbed = request.getfixturevalue("demo_server").port, request.getfixturevalue("undisturbed")
+        assert asyncio.run(stream(port, CANARY)).same_as(undisturbed[-1])
 
 
 def check_same(
@@ -72,52 +61,52 @@ class TestAnswersSurviveProcesses:
             pytest.param("scheduler", 300, marks=pytest.mark.slow),
         ],
     )
-    def test_kill(self, server: FaultServer, undisturbed: list[Answer], role: Role, after: int) -> None:
+    def test_kill(self, demo_server: Served, undisturbed: list[Answer], role: Role, after: int) -> None:
         """Kill at the first delta, when most prompts are not computed yet, or in the middle of the tokens."""
-        answers = asyncio.run(disturbed(server.port, REQUESTS, lambda: server.victims(role)[0].kill(), after))
+        answers = asyncio.run(disturbed(demo_server.port, REQUESTS, lambda: demo_server.victims(role)[0].kill(), after))
         check_same(answers, undisturbed)
 
     @pytest.mark.full
-    def test_stopped_worker_is_replaced(self, server: FaultServer, undisturbed: list[Answer]) -> None:
-        victim = server.victims("worker")[0]
-        check_same(asyncio.run(disturbed(server.port, REQUESTS, victim.suspend, 200)), undisturbed)
+    def test_stopped_worker_is_replaced(self, demo_server: Served, undisturbed: list[Answer]) -> None:
+        victim = demo_server.victims("worker")[0]
+        check_same(asyncio.run(disturbed(demo_server.port, REQUESTS, victim.suspend, 200)), undisturbed)
         assert not victim.is_running()
-        assert any("have not finished a step in time" in line.text for line in server.log)
+        assert any("have not finished a step in time" in line for line in demo_server.log)
 
     @pytest.mark.slow
-    def test_scheduler_and_worker_at_once(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_scheduler_and_worker_at_once(self, demo_server: Served, undisturbed: list[Answer]) -> None:
         def kill_both() -> None:
             for role in ("worker", "scheduler"):
-                server.victims(role)[0].kill()
+                demo_server.victims(role)[0].kill()
 
-        check_same(asyncio.run(disturbed(server.port, REQUESTS, kill_both, 200)), undisturbed)
+        check_same(asyncio.run(disturbed(demo_server.port, REQUESTS, kill_both, 200)), undisturbed)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(20))
-    def test_kill_at_random(self, server: FaultServer, undisturbed: list[Answer], seed: int) -> None:
+    def test_kill_at_random(self, demo_server: Served, undisturbed: list[Answer], seed: int) -> None:
         draw = random.Random(seed)
         role: Role = draw.choice(["worker", "scheduler"])
-        victim = server.victims(role)[0]
+        victim = demo_server.victims(role)[0]
         act = draw.choice([victim.kill, victim.suspend]) if role == "worker" else victim.kill
-        check_same(asyncio.run(disturbed(server.port, REQUESTS, act, draw.randrange(1, 800))), undisturbed)
+        check_same(asyncio.run(disturbed(demo_server.port, REQUESTS, act, draw.randrange(1, 800))), undisturbed)
 
 
 @pytest.mark.full
 class TestFrontEnds:
-    def test_streams_of_the_other_front_end_continue(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_streams_of_the_other_front_end_continue(self, demo_server: Served, undisturbed: list[Answer]) -> None:
         """Streams of the dead front end are aborted by the engine at once."""
         request = request_of(300, temperature=0.9, seed=3)
 
         async def run() -> None:
-            (reference,) = await streams(server.port, [request])
+            (reference,) = await streams(demo_server.port, [request])
             answers: list[Answer] = []
             tasks = []
-            while not all(client_ports(front_end) for front_end in server.victims("frontend")):
+            while not all(client_ports(front_end) for front_end in demo_server.victims("frontend")):
                 began = asyncio.Event()
-                tasks.append(asyncio.create_task(stream(server.port, request, lambda answer, at=began: at.set())))
+                tasks.append(asyncio.create_task(stream(demo_server.port, request, lambda answer, at=began: at.set())))
                 await began.wait()
                 assert len(tasks) < 100
-            victim = server.victims("frontend")[0]
+            victim = demo_server.victims("frontend")[0]
             victim.suspend()
             ports = client_ports(victim)
             victim.kill()
@@ -126,34 +115,34 @@ class TestFrontEnds:
             whole = [answer for answer in answers if not answer.error]
             assert whole
             check_same(whole, [reference] * len(whole), [request] * len(whole))
-            assert await until(lambda: two_front_ends(server), HUNG_S)
+            assert await until(lambda: two_front_ends(demo_server), HUNG_S)
 
         asyncio.run(run())
 
-    def test_requests_of_the_dead_front_end_are_aborted(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_requests_of_the_dead_front_end_are_aborted(self, demo_server: Served, undisturbed: list[Answer]) -> None:
         async def run() -> None:
             began = asyncio.Event()
-            task = asyncio.create_task(stream(server.port, request_of(2000), lambda answer: began.set()))
+            task = asyncio.create_task(stream(demo_server.port, request_of(2000), lambda answer: began.set()))
             await began.wait()
-            victim = next(front_end for front_end in server.victims("frontend") if client_ports(front_end))
+            victim = next(front_end for front_end in demo_server.victims("frontend") if client_ports(front_end))
             victim.kill()
-            assert await until(lambda: is_empty(server.port), within(1))
+            assert await until(lambda: is_empty(demo_server.port), within(1))
             assert (await task).error.startswith(("cut off", "the stream ended"))
-            assert await until(lambda: two_front_ends(server), HUNG_S)
+            assert await until(lambda: two_front_ends(demo_server), HUNG_S)
 
         asyncio.run(run())
 
-    def test_a_new_front_end_refuses_no_request(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_a_new_front_end_refuses_no_request(self, demo_server: Served, undisturbed: list[Answer]) -> None:
         async def run() -> None:
-            assert await until(lambda: two_front_ends(server), HUNG_S)
-            victim, other = server.victims("frontend")
+            assert await until(lambda: two_front_ends(demo_server), HUNG_S)
+            victim, other = demo_server.victims("frontend")
             victim.kill()
             idle = []
 
             async def has_new_one() -> bool:
-                idle.append((await asyncio.open_connection("127.0.0.1", server.port))[1])
-                check_same(await streams(server.port, [CANARY] * 4), [undisturbed[-1]] * 4)
-                new = [p for p in server.victims("frontend") if p.pid not in (victim.pid, other.pid)]
+                idle.append((await asyncio.open_connection("127.0.0.1", demo_server.port))[1])
+                check_same(await streams(demo_server.port, [CANARY] * 4), [undisturbed[-1]] * 4)
+                new = [p for p in demo_server.victims("frontend") if p.pid not in (victim.pid, other.pid)]
                 return bool(new) and bool(client_ports(new[0]))
 
             assert await until(has_new_one, HUNG_S)
@@ -163,16 +152,16 @@ class TestFrontEnds:
         asyncio.run(run())
 
 
-async def two_front_ends(server: FaultServer) -> bool:
+async def two_front_ends(server: Served) -> bool:
     return len(server.victims("frontend")) == 2
 
 
 class TestMetrics:
     def test_every_front_end_has_the_sums_and_no_count_falls(
-        self, server: FaultServer, undisturbed: list[Answer]
+        self, demo_server: Served, undisturbed: list[Answer]
     ) -> None:
         async def scrape() -> dict[str, float]:
-            return parse_metrics((await get(server.port, "/metrics"))[1])
+            return parse_metrics((await get(demo_server.port, "/metrics"))[1])
 
         async def scrapes() -> list[dict[str, float]]:
             return [await scrape() for _ in range(8)]  # each on a connection of its own
@@ -184,23 +173,23 @@ class TestMetrics:
 
         async def run() -> None:
             before = counts(await scrape())
-            check_same(await streams(server.port, [CANARY] * 6), [undisturbed[-1]] * 6)
+            check_same(await streams(demo_server.port, [CANARY] * 6), [undisturbed[-1]] * 6)
             first, *others = [counts(found) for found in await scrapes()]
             assert first["e2e_request_latency_seconds_count"] == before["e2e_request_latency_seconds_count"] + 6
             assert first["request_queue_time_seconds_sum"] > before["request_queue_time_seconds_sum"]
             assert all(other == first for other in others)
             for role, name in (("frontend", "front_end"), ("scheduler", "scheduler")):
-                victim = server.victims(role)[0]
+                victim = demo_server.victims(role)[0]
                 victim.kill()
-                assert await until(lambda victim=victim: replaced(server, victim), HUNG_S)  # type: ignore[misc]
-                assert await until(lambda: has_state(server, "/health", 200, "ready"), HUNG_S)
+                assert await until(lambda victim=victim: replaced(victim), HUNG_S)  # type: ignore[misc]
+                assert await until(lambda: has_state(demo_server, "/health", 200, "ready"), HUNG_S)
                 for found in await scrapes():
                     assert all(counts(found)[key] >= value for key, value in first.items())
                 restarts = f"num_{name}_restarts_total"
                 assert found[restarts] == first[restarts] + 1
 
-        async def replaced(server: FaultServer, victim: psutil.Process) -> bool:
-            alive = [*server.victims("frontend"), *server.victims("scheduler")]
+        async def replaced(victim: psutil.Process) -> bool:
+            alive = [*demo_server.victims("frontend"), *demo_server.victims("scheduler")]
             return len(alive) == 3 and victim not in alive
 
         asyncio.run(run())
@@ -208,37 +197,39 @@ class TestMetrics:
 
 @pytest.mark.full
 class TestDuringRecovery:
-    def test_requests_during_a_worker_restart(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_requests_during_a_worker_restart(self, demo_server: Served, undisturbed: list[Answer]) -> None:
         """Metrics are served; a request aborted meanwhile ends; a request sent meanwhile is served afterwards."""
 
         async def run() -> None:
             began = asyncio.Event()
-            aborted = asyncio.create_task(stream(server.port, request_of(2000), lambda answer: began.set()))
+            aborted = asyncio.create_task(stream(demo_server.port, request_of(2000), lambda answer: began.set()))
             await began.wait()
-            with held_recovery(server):
-                assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
-                assert await has_state(server, "/health", 200, "recovering")
-                assert (await get(server.port, "/metrics"))[0] == 200
-                tasks = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
+            with held_recovery(demo_server):
+                assert await until(lambda: has_state(demo_server, "/ready", 200, "recovering"), within(2))
+                assert await has_state(demo_server, "/health", 200, "recovering")
+                assert (await get(demo_server.port, "/metrics"))[0] == 200
+                tasks = [asyncio.create_task(stream(demo_server.port, request)) for request in REQUESTS]
                 await asyncio.sleep(0.1)
                 aborted.cancel()
                 assert not any(task.done() for task in tasks)
             check_same(await asyncio.gather(*tasks), undisturbed)
-            assert await has_state(server, "/ready", 200, "ready")
+            assert await has_state(demo_server, "/ready", 200, "ready")
 
         asyncio.run(run())
 
-    def test_requests_during_a_scheduler_restart(self, server: FaultServer, undisturbed: list[Answer]) -> None:
+    def test_requests_during_a_scheduler_restart(self, demo_server: Served, undisturbed: list[Answer]) -> None:
         """The new scheduler waits for a worker that does not join it."""
 
         async def run() -> None:
-            worker = server.victims("worker")[0]
+            worker = demo_server.victims("worker")[0]
             worker.suspend()
-            server.victims("scheduler")[0].kill()
-            assert await until(lambda: has_state(server, "/ready", 200, "recovering"), within(2))
-            tasks = [asyncio.create_task(stream(server.port, request)) for request in REQUESTS]
+            demo_server.victims("scheduler")[0].kill()
+            assert await until(lambda: has_state(demo_server, "/ready", 200, "recovering"), within(2))
+            tasks = [asyncio.create_task(stream(demo_server.port, request)) for request in REQUESTS]
             for _ in range(10):
-                assert (await get(server.port, "/health"))[0] == (await get(server.port, "/metrics"))[0] == 200
+                assert (
+                    (await get(demo_server.port, "/health"))[0] == (await get(demo_server.port, "/metrics"))[0] == 200
+                )
                 await asyncio.sleep(0.02)
             with contextlib.suppress(psutil.NoSuchProcess):  # the worker is replaced if it does not join in time
                 worker.resume()
@@ -247,7 +238,7 @@ class TestDuringRecovery:
         asyncio.run(run())
 
 
-async def has_state(server: FaultServer, path: str, status: int, state: str) -> bool:
+async def has_state(server: Served, path: str, status: int, state: str) -> bool:
     return await get(server.port, path) == (status, f'{{"status":"{state}"}}')
 
 
@@ -314,6 +305,6 @@ class TestShutdown:
                 (answer,) = asyncio.run(disturbed(server.port, [request_of(2000)], kill_all, 3))
                 assert "engine_unavailable" in answer.error
             assert server.process.wait() == 1
-            assert wait_until(lambda: "quire: error:" in server.log[-1].text, HUNG_S) is not None
-            assert "killed by SIGKILL (5 times in a row, with no token in between)" in server.log[-1].text
+            assert wait_until(lambda: "quire: error:" in server.log[-1], HUNG_S) is not None
+            assert "killed by SIGKILL (5 times in a row, with no token in between)" in server.log[-1]
             assert server.leftovers() == []

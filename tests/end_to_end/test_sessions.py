@@ -1,13 +1,14 @@
 """Sessions of real engines: each answer is that of one fresh request with all tokens so far. Processes die between."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from engine_processes import engine_processes
-from fault_server import FaultServer, Role
+from fault_server import Role
+from served import Served
+from waits import wait_for
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import InvalidRequest
@@ -78,36 +79,28 @@ def test_bad_input_leaves_a_session_as_it_was(llm: LLM) -> None:
         assert session.token_ids == [5, 6, 7]
 
 
-def test_sessions_of_a_server_with_two_front_ends() -> None:
+def test_sessions_of_a_server_with_two_front_ends(demo_server: Served) -> None:
     """Each piece uses a new connection, which reaches either front end. Before each, a process is killed."""
     victims: list[Role | None] = [None, "worker", "scheduler"]
-    with FaultServer(["--dtype", "float32", "--deterministic", "--api-server-count", "2"]) as server:
-        url = f"http://127.0.0.1:{server.port}/v1"
-        sampling = {"temperature": 0.8, "seed": 3, "max_tokens": 10, "logprobs": 0}
-        sessions: list[str] = []
-        while len(sessions) < 6 or len({session.split("_")[1] for session in sessions}) < 2:
-            sessions.append(httpx.post(f"{url}/sessions", timeout=60).json()["id"])
-        so_far = dict.fromkeys(sessions, 0)
-        for number, piece in enumerate(["Once upon", " a time", " there was"]):
-            if (role := victims[number]) is not None:
-                server.victims(role)[0].kill()
-            for session in sessions:
-                body = {"prompt": piece, "session": {"id": session, "piece": number}, **sampling, "stream": number == 2}
-                answer = httpx.post(f"{url}/completions", json=body, timeout=60)
-                assert answer.status_code == 200, answer.text
-                shown = httpx.get(f"{url}/sessions/{session}", timeout=60).json()
-                assert shown["pieces"] == number + 1 and shown["tokens"] > so_far[session]
-                so_far[session] = shown["tokens"]
-        assert len(set(so_far.values())) == 1
-        wait_until_idle(server, len(sessions))
-        assert all(httpx.delete(f"{url}/sessions/{each}", timeout=60).status_code == 200 for each in sessions)
-        assert all(httpx.get(f"{url}/sessions/{each}", timeout=60).status_code == 404 for each in sessions)
-
-
-def wait_until_idle(server: FaultServer, count: int) -> None:
-    """Wait until the metrics show ``count`` idle sessions, which the scheduler reports from time to time."""
-    shown = 'num_sessions_idle{model_name="quire-demo"} ' + f"{count}.0"
-    metrics, deadline = "", time.monotonic() + 30
-    while shown not in metrics:
-        assert time.monotonic() < deadline, metrics
-        metrics = httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=60).text
+    url = f"{demo_server.url}/v1"
+    sampling = {"temperature": 0.8, "seed": 3, "max_tokens": 10, "logprobs": 0}
+    sessions: list[str] = []
+    while len(sessions) < 6 or len({session.split("_")[1] for session in sessions}) < 2:
+        sessions.append(httpx.post(f"{url}/sessions", timeout=60).json()["id"])
+    so_far = dict.fromkeys(sessions, 0)
+    for number, piece in enumerate(["Once upon", " a time", " there was"]):
+        if (role := victims[number]) is not None:
+            demo_server.victims(role)[0].kill()
+        for session in sessions:
+            body = {"prompt": piece, "session": {"id": session, "piece": number}, **sampling, "stream": number == 2}
+            answer = httpx.post(f"{url}/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            shown = httpx.get(f"{url}/sessions/{session}", timeout=60).json()
+            assert shown["pieces"] == number + 1 and shown["tokens"] > so_far[session]
+            so_far[session] = shown["tokens"]
+    assert len(set(so_far.values())) == 1
+    # The scheduler reports from time to time how many are idle.
+    shown = f'num_sessions_idle{{model_name="quire-demo"}} {len(sessions)}.0'
+    wait_for(lambda: shown in httpx.get(f"{demo_server.url}/metrics", timeout=60).text, 30)
+    assert all(httpx.delete(f"{url}/sessions/{each}", timeout=60).status_code == 200 for each in sessions)
+    assert all(httpx.get(f"{url}/sessions/{each}", timeout=60).status_code == 404 for each in sessions)

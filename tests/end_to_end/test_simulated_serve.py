@@ -28,8 +28,7 @@ def server() -> Iterator[Served]:
     pool = ["--num-gpu-blocks-override", "500", "--cpu-offload-bytes", "64MiB"]
     served = Served("--simulate", "constant:2", "--max-num-seqs", "32", "--no-standby-workers", *pool)
     yield served
-    assert served.stop() == 0
-    assert not any("Traceback" in line for line in served.log), "".join(served.log)
+    served.end()
     assert not engine_processes("quire.replay.simulate.worker_process")
 
 
@@ -52,7 +51,7 @@ def stream(server: Served, num_tokens: int, seed: int) -> tuple[str, int]:
 
 
 def test_logs_that_it_is_simulated(server: Served) -> None:
-    assert server.log[0] == f"starting quire-demo on {server.url}\n"
+    assert server.log[0] == f"starting quire-demo on {server.url}"
     line = next(line for line in server.log if "simulated worker" in line)
     assert "tokens are random" in line and "2 ms per step" in line and "num_blocks=500" in line
     workers = [" ".join(p.cmdline()) for p in engine_processes("quire.replay.simulate.worker_process")]

@@ -95,7 +95,7 @@ async def run_engine_deaths(args: argparse.Namespace) -> EngineOutcome:
             outcome.problems.append(f"the server exited with status {status}")
         await asyncio.to_thread(wait_until, lambda: not server.leftovers(), RECOVERY_S)
         outcome.problems += server.leftovers()
-        if any("Traceback" in line.text for line in server.log):
+        if any("Traceback" in line for line in server.log):
             outcome.problems.append("a traceback in the server's log")
     return outcome
 

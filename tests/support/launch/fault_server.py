@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal
 
 import psutil
 
@@ -31,11 +31,10 @@ NOTICED = re.compile(r"restarting (the workers|the scheduler|a front end)|worker
 STOP_S = 60.0
 
 
-class Line(NamedTuple):
-    """One log line, and the monotonic time at which it was read."""
+class Line(str):
+    """One log line. ``at``: the monotonic time at which it was read."""
 
     at: float
-    text: str
 
 
 class FaultServer:
@@ -75,7 +74,7 @@ class FaultServer:
             self._ready.wait()
         if wait and not self.port:
             self.close()
-            raise ConfigError(f"the server did not start: {self.log[-1].text if self.log else 'no output'}")
+            raise ConfigError(f"the server did not start: {self.log[-1] if self.log else 'no output'}")
 
     def __enter__(self) -> "FaultServer":
         return self
@@ -86,7 +85,9 @@ class FaultServer:
     def _read(self, stream: IO[str]) -> None:
         """Read the log in a thread, until every process that holds the other end has exited."""
         for text in stream:
-            self.log.append(Line(time.monotonic(), text.rstrip()))
+            line = Line(text.rstrip())
+            line.at = time.monotonic()
+            self.log.append(line)
             if self._echo:
                 print(text, end="", file=sys.stderr, flush=True)
             found = READY.search(text)
@@ -115,7 +116,7 @@ class FaultServer:
 
     def noticed(self, since: float) -> float | None:
         """Return the time of the first log line after ``since`` (monotonic seconds) about a dead process, or None."""
-        return next((line.at for line in self.log if line.at >= since and NOTICED.search(line.text)), None)
+        return next((line.at for line in self.log if line.at >= since and NOTICED.search(line)), None)
 
     # ---- the end
 

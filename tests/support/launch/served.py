@@ -1,57 +1,49 @@
-"""``quire serve`` as a process of its own."""
+"""``quire serve`` as a process of its own, for tests that ask it as clients do."""
 
 import re
 import signal
-import subprocess
 import sys
-import threading
-import time
 
 import httpx
+from fault_server import FaultServer
+from waits import wait_for
 
 QUIRE = [sys.executable, "-P", "-m", "quire.launch.cli"]
 
 
-class Served:
-    """A running server; ``log`` holds its lines on stderr."""
+class Served(FaultServer):
+    """A running server, which takes its flags one by one."""
 
     def __init__(self, *flags: str) -> None:
-        self.process = subprocess.Popen([*QUIRE, "serve", "--port", "0", *flags], stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self.log: list[str] = []
-        for line in self.process.stderr:
-            self.log.append(line)
-            found = re.search(r"http://[\d.]+:(\d+) \(ready", line)
-            if found:
-                self.url = f"http://127.0.0.1:{found[1]}"
-                break
-        else:
-            raise AssertionError("".join(self.log))
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        self.log.extend(self.process.stderr)
+        super().__init__(flags)
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        status = self.process.wait(60)
-        self._reader.join(10)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        """Stop the server, remove what is left of it, and return its exit status."""
+        status = super().stop(number)
+        self.close()
         return status
+
+    def end(self) -> None:
+        """Stop the server, which must succeed, and check that it logged no exception and left nothing behind."""
+        status = super().stop()
+        left = self.leftovers()
+        self.close()
+        log = "\n".join(self.log)
+        assert (status, left) == (0, []) and "Traceback" not in log, log
 
     def metrics(self) -> dict[str, float]:
         text = httpx.get(f"{self.url}/metrics").text
         return {name: float(value) for name, value in re.findall(r"^(quire:\w+)\{[^}]*\} ([\d.e+-]+)$", text, re.M)}
 
     def wait_until_idle(self) -> dict[str, float]:
-        deadline = time.monotonic() + 30
-        while True:
-            metrics = self.metrics()
-            idle = metrics["quire:num_requests_running"] == metrics["quire:num_requests_waiting"] == 0
-            if idle and metrics["quire:num_free_blocks"] == metrics["quire:num_usable_blocks"]:
-                return metrics
-            assert time.monotonic() < deadline, metrics
+        """Wait until no request runs or waits and all blocks are free; return the metrics."""
+        found: dict[str, float] = {}
+
+        def is_idle() -> bool:
+            found.update(self.metrics())
+            idle = found["quire:num_requests_running"] == found["quire:num_requests_waiting"] == 0
+            return idle and found["quire:num_free_blocks"] == found["quire:num_usable_blocks"]
+
+        wait_for(is_idle, 30)
+        return found
