@@ -153,7 +153,6 @@ def test_a_complete_grammar_ends_although_the_end_is_banned(llm: LLM) -> None:
     check_complete(llm, ways)
 
 
-def test_a_complete_grammar_ends_with_drafts() -> None:
-    config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    with LLM(max_model_len=128, speculative_config=config) as drafting:
-        check_complete(drafting, [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}])
+def test_a_complete_grammar_ends_without_drafts() -> None:
+    with LLM(max_model_len=128) as plain:
+        check_complete(plain, [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}])

@@ -62,6 +62,11 @@ def test_a_number_of_programs_needs_the_policy_for_programs() -> None:
         config_of(max_programs=3)
 
 
+def test_a_number_of_ranks_that_does_not_divide_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide this model; possible: 1, 2"):
+        config_of(tensor_parallel_size=3)
+
+
 def test_an_unknown_policy_is_refused_as_a_keyword() -> None:
     with pytest.raises(
         ConfigError, match=r"scheduling_policy must be one of fcfs, priority, program, continuum \(got 'lpm'\)"

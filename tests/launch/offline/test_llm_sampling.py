@@ -1,55 +1,23 @@
 """Sampling parameters through the offline API, with real processes and the demo model."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from lent_engines import DEMO
 
 from quire import LLM, RepetitionDetection, SamplingParams, StructuredOutputs
 from quire.protocol.errors import ConfigError, InvalidRequest
 
 PROMPT = "Once upon a time"
-PLUGIN = """
-from quire import AdapterLogitsProcessor
-
-class Only(AdapterLogitsProcessor):
-    @classmethod
-    def validate_params(cls, params):
-        if not isinstance(params.extra_args.get("only", 0), int):
-            raise ValueError("only must be a token id")
-
-    def is_argmax_invariant(self):
-        return False
-
-    def new_req_logits_processor(self, params):
-        token = params.extra_args.get("only")
-
-        def process(output_token_ids, logits):
-            kept = logits[token].clone()
-            logits.fill_(float("-inf"))
-            logits[token] = kept
-            return logits
-
-        return None if token is None else process
-"""
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    """With speculative decoding, and a plugin from a folder that only this process has on its path."""
-    folder = tmp_path_factory.mktemp("plugins")
-    (folder / "only_one_token.py").write_text(PLUGIN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        from only_one_token import Only  # type: ignore[import-not-found]
-
-        options = {"reasoning_start_str": "<t>", "reasoning_end_str": "</t>", "max_model_len": 512}
-        drafts = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-        with LLM(logits_processors=[Only], speculative_config=drafts, **options) as llm:
-            yield llm
+@pytest.fixture
+def llm(lend: Callable[..., LLM]) -> LLM:
+    return lend(**DEMO)
 
 
 def ask(llm: LLM, prompt: Any = PROMPT, **params: Any) -> Any:

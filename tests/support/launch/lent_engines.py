@@ -19,8 +19,10 @@ DEMO: dict[str, Any] = {
     "num_gpu_blocks_override": 70,
     "reasoning_start_str": "<t>",
     "reasoning_end_str": "</t>",
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False},
+    "logits_processors": ["only_one_token:Only"],
 }
-"""Flags of an engine with the demo model, for tests that need no others."""
+"""Flags of an engine with the demo model, for tests that need no others: with drafts, and with a plugin."""
 TINY: dict[str, Any] = {
     "max_model_len": 128,
     "num_gpu_blocks_override": 40,
