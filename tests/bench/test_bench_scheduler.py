@@ -121,6 +121,7 @@ class TestSections:
         assert found["num_cells"] == 2 * 5 * 2 * 3 and set(found["choices"]) == {"load", "compute", "split"}
         assert found["regret_percent"] < 20 and found == section("loads"), "every run gives the same figures"
 
+    @pytest.mark.full
     def test_pairs(self) -> None:
         """Each request beside both ways of serving it, also with costs of an earlier start under another load."""
         sizes = LoadSizes(gb_per_s=(0.01, 0.1, 1.0, 10.0), found=(256, 2048, 8192), depths=(0,), first=1, visits=2)
@@ -242,6 +243,10 @@ def arguments(**changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**(fine | changed))
 
 
+OWN = {"env": {"clock_call_us": 0.1}, "outputs": {"bytes": 700}}
+"""The figures of a section that are not measured."""
+
+
 class TestCommand:
     def test_sections(self) -> None:
         assert parse_sections(None) == list(SECTIONS)
@@ -294,7 +299,7 @@ class TestCommand:
         def measure_child(command: list[str]) -> dict[str, Any]:
             if "trace" in command:
                 raise PeerFailed("it needs the package zstandard")
-            return {"env": {"clock_call_us": 0.1}, "outputs": {"bytes": 700}}
+            return OWN
 
         monkeypatch.setattr(scheduler_command, "run_json", measure_child)
         with pytest.raises(SystemExit) as ended:
@@ -303,7 +308,10 @@ class TestCommand:
         assert ended.value.code == 1 and "quire failed in trace: it needs the package zstandard" in text
         assert json.loads(line)["ours"]["outputs"] == {"bytes": 700}
 
-    def test_failed_peer_has_its_error(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_failed_peer_has_its_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(scheduler_command, "run_json", lambda command: OWN)
         driver = tmp_path / "driver.py"
         driver.write_text("def churn_trace(*a): ...\nif __name__ == '__main__': raise SystemExit('it has no memory')")
         run(arguments(peer=Path(sys.executable), peer_driver=driver))

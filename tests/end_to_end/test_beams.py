@@ -48,13 +48,13 @@ def until_stop(tokens: list[int]) -> list[int]:
     return tokens[: ends[0]] if ends else tokens
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=thinned(["llama", "gemma3"], keep=1))
 def checkpoint(request: pytest.FixtureRequest, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any]:
     folder, model = checkpoint_factory(family=request.param)
     return folder, model
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, keep=2))
 @pytest.mark.parametrize("seed", thinned(range(20), keep=1))
 def test_outputs_and_scores_are_those_of_transformers(checkpoint: tuple[Path, Any], way: str, seed: int) -> None:
     """Three searches and another request at a time. Stop tokens are frequent, so that outputs of all lengths end."""

@@ -23,7 +23,7 @@ OTHER_HEADS: dict[str, dict[str, Any]] = {
     "llama-mha": {"family": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
     "llama-mqa": {"family": "llama", "num_key_value_heads": 1, "head_dim": 16},
 }
-"""In one way by default, and in all of them in the slow run."""
+"""In one way in the full run, and in all of them in the slow run."""
 
 # Settings that must not change the tokens: block sizes 8, 16 and 32, both pipeline depths, chunks of 7 tokens.
 WAYS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,10 @@ def make_reference(factory: Callable[..., tuple[Path, Any]], model_name: str) ->
     return folder, prompts, expected
 
 
-@pytest.fixture(scope="module", params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS)])
+@pytest.fixture(
+    scope="module",
+    params=[*thinned(MODELS, keep=1), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS)],
+)
 def reference(request: pytest.FixtureRequest, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> Reference:
     return make_reference(checkpoint_factory, request.param)
 
@@ -101,7 +104,8 @@ def test_greedy_tokens(reference: Reference, way: str) -> None:
     assert statistics.num_free_blocks == statistics.num_usable_blocks
 
 
-@pytest.mark.parametrize("model_name", thinned(OTHER_HEADS, keep=1))
+@pytest.mark.full
+@pytest.mark.parametrize("model_name", OTHER_HEADS)
 def test_greedy_tokens_of_other_head_counts(
     model_name: str, checkpoint_factory: Callable[..., tuple[Path, Any]]
 ) -> None:

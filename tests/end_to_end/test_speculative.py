@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from speculating import METHODS, Speculating, random_prompts
-from tiers import thinned
+from tiers import examples, thinned
 
 from quire import LLM, SamplingParams
 
-NUM_PROMPTS = 200
+NUM_PROMPTS = examples(200)
 # With smaller weights tiny models fall into loops, and repeated tokens make correct drafts.
 REPEATING = {"initializer_range": 0.1}
 
@@ -26,7 +26,7 @@ def test_same_text_for_many_prompts(llama: Speculating, method: str) -> None:
     drafted, plain = llama.run(prompts, method, check=False), llama.plain(prompts, check=False)
     assert drafted.tokens == plain.tokens
     assert drafted.endings == plain.endings
-    assert drafted.num_accepted > 50
+    assert drafted.num_accepted > NUM_PROMPTS // 4
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_same_text_in_every_batch(
 
 
 @pytest.mark.parametrize("method", thinned(METHODS, keep=1))
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_same_text_without_async_scheduling(llama: Speculating, method: str, batch: int) -> None:
     prompts = random_prompts(9, 12, seed=1)
     drafted = llama.run(prompts, method, max_num_seqs=batch, async_scheduling=False)

@@ -10,8 +10,9 @@ from checkpoints import make_checkpoint
 from engine_processes import engine_processes
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
+
+pytestmark = pytest.mark.full
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15] * 20, [16, 17]]
 
@@ -24,13 +25,11 @@ def _tokens(folder: Path, **settings: object) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.full
 def test_two_ranks_give_the_same_tokens_as_one(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     assert _tokens(tmp_path, tensor_parallel_size=2, long_prefill_token_threshold=7) == _tokens(tmp_path)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_two_ranks_with_adapters_give_the_same_tokens_as_one(family: str, tmp_path: Path) -> None:
     """Four adapters take turns in steps of at most two."""
@@ -48,7 +47,6 @@ def test_two_ranks_with_adapters_give_the_same_tokens_as_one(family: str, tmp_pa
     assert found[0] == found[1] and all(a != b for a, b in zip(found[0][:4], found[0][4:], strict=True))
 
 
-@pytest.mark.full
 def test_death_of_a_rank_replaces_the_group_and_costs_no_token(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     greedy = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
@@ -59,9 +57,3 @@ def test_death_of_a_rank_replaces_the_group_and_costs_no_token(tmp_path: Path) -
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, greedy)] == before
         assert not group & {process.pid for process in engine_processes("quire.worker_proc")}
     assert not engine_processes("quire.worker_proc")
-
-
-def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide this model; possible: 1, 2, 4"):
-        LLM(tmp_path, tensor_parallel_size=3)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from replay_workloads import AffineCost
 from scheduler_driver import make_config, make_layout
+from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import LoadAdapter
@@ -58,9 +59,9 @@ def test_every_request_ends_with_more_adapters_than_slots() -> None:
     assert len(simulator.scheduler.adapters.slots.known) <= 4
 
 
-@pytest.mark.parametrize("max_loras", [2, 12])
+@pytest.mark.parametrize("max_loras", thinned([2, 12], keep=1))
 def test_fast_forward_changes_nothing(max_loras: int) -> None:
-    calls = workload(MANY.replace("output=fixed:10", "output=fixed:60")).calls
+    calls = workload(MANY.replace("output=fixed:10", "output=fixed:60")).calls[:80]
     fast, slow = (simulate(calls, max_loras=max_loras, fast_forward=each)[0] for each in (True, False))
     times = [[(run.first_token, run.end) for run in record.requests] for record in (fast, slow)]
     assert times[0] == times[1]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_config, make_layout
+from tiers import examples
 
 from quire.protocol.config import EngineConfig
 from quire.replay.costs.expert_parallel import NOTHING, ExpertParallelCost
@@ -39,7 +40,7 @@ def ends(record: RunRecord) -> list[list[Any]]:
 
 
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)), routing=st.sampled_from(ROUTING))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_one_engine_is_the_simulator(seed: int, pace: str, routing: str) -> None:
     rng = random.Random(seed)
     calls, config = random_calls(rng, rng.randrange(1, 12)), random_config(rng)
@@ -52,7 +53,7 @@ def test_one_engine_is_the_simulator(seed: int, pace: str, routing: str) -> None
 
 
 @given(seed=st.integers(0, 2**32), pace=st.sampled_from(sorted(SOURCES)), routing=st.sampled_from(ROUTING))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_each_call_ends_once_and_fast_forward_changes_nothing(seed: int, pace: str, routing: str) -> None:
     rng = random.Random(seed)
     calls, config, engines = random_calls(rng, rng.randrange(1, 25)), random_config(rng), rng.randrange(2, 5)
@@ -106,7 +107,7 @@ def balance(seed: int, per_engine: int, *, paces: int, ratio: float = 1.0001) ->
     return figures["busiest_over_mean"], [each["computed_tokens"] for each in figures["each"]]
 
 
-RUNS = [(43, 1), (46, 2), pytest.param(3, 8, marks=pytest.mark.full)]
+RUNS = [(43, 1), *(pytest.param(*run, marks=pytest.mark.full) for run in ((46, 2), (3, 8)))]
 SLOW_RUNS = [pytest.param(seed, 1, marks=pytest.mark.slow) for seed in range(200)]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay_workloads import AffineCost, random_calls, random_config
 from scheduler_driver import make_layout
+from tiers import examples
 
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.replay.costs.rows import SimulatedRows
@@ -58,7 +59,7 @@ class SimpleRows:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_shapes_and_sampling_rows_equal_full_recomputation(seed: int) -> None:
     rng = random.Random(seed)
     calls, config = random_calls(rng, rng.randrange(1, 14), span=1.0), random_config(rng)

@@ -6,6 +6,7 @@ import random
 import msgspec
 import pytest
 from scheduler_driver import Driver, expected_tokens, make_config
+from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.replay.core.policies import PRESETS, QUIRE, Policies, find_preset
@@ -90,7 +91,7 @@ def test_reuses_blocks_in_the_order_in_which_they_were_freed() -> None:
     assert next_free == {"engine-u": 2, "engine": 3}  # block 2 held the prompt's end
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", thinned(range(12), keep=3))
 def test_outputs_do_not_depend_on_policies(seed: int) -> None:
     rng = random.Random(seed)
     policies = Policies(**{field.name: rng.random() < 0.5 for field in dataclasses.fields(Policies)})
