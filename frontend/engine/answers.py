@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.frontend.engine.engine_client import EngineClient, Sequence, Stoppable, Update
-from quire.frontend.engine.job import NO_JOB, Job
+from quire.frontend.engine.terms import Terms
 from quire.frontend.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TextOut
 from quire.protocol.request.sampling_params import SamplingParams, seed_for_sample
-from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Hypothesis
+from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
 
@@ -301,20 +300,14 @@ async def start_answers(
     request_id: str,
     prompts: ListLike[Prompt],
     params: SamplingParams,
+    terms: Terms,
     *,
     clamp_max_tokens: bool,
-    priority: int = 0,
-    cache_salt: str = "",
     prompt_only: bool = False,
-    tenant: int = 0,
     fork: ForkPoint | None = None,
-    adapter: AdapterRef | None = None,
-    job: Job = NO_JOB,
     on_update: Callable[[], None],
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
-
-    ``job``: the job of all of them; if they are its last step, the last one submitted is.
 
     ``fork``: where in a sequence with the one prompt, and the same adapter, all of them begin.
 
@@ -333,20 +326,8 @@ async def start_answers(
             first = None if fork is None else fork.sequence
             for sample in range(params.n):
                 is_last = len(answers) == len(prompts) * params.n - 1
-                request = AddRequest(
-                    f"{request_id}-{len(answers)}",
-                    prompt.token_ids,
-                    sample_params,
-                    seed_for_sample(seed, sample),
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    arrival=time.monotonic(),
-                    job_id=job.id,
-                    is_last_step=job.is_last_step and is_last,
-                    adapter=adapter,
-                    tenant=tenant,
-                    hint=job.hint,
-                )
+                name, sample_seed = f"{request_id}-{len(answers)}", seed_for_sample(seed, sample)
+                request = terms.request(name, prompt, sample_params, sample_seed, is_last=is_last)
                 parent = None if params.prompt_logprobs is not None else first
                 num_shared = 0 if fork is None else fork.num_tokens
                 sequence = await engine.add(request, on_update, parent=parent, num_shared=num_shared)

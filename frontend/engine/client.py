@@ -2,7 +2,8 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,6 @@ from quire.frontend.engine.scheduler_link import Readers, SchedulerLink
 from quire.frontend.engine.streams import Stream
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.routing import EnginePlace
-from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, Statistics
 from quire.protocol.wire.link_messages import Message
@@ -94,6 +94,22 @@ class SubmittingClient(ABC):
             request = msgspec.structs.replace(request, output_token_ids=shared)
         return await self.submit(request, on_update, root)
 
+    @property
+    @abstractmethod
+    def requests(self) -> Iterable[AddRequest]:
+        """The requests in flight, those that wait for an engine included."""
+
+    @abstractmethod
+    async def answer(self, question: Callable[[int], Message]) -> Statistics:
+        """Return the answer to a question, as ``ask``, of the engines alone."""
+
+    async def control(self, kind: str) -> Statistics:
+        return await self.answer(partial(Control, kind))
+
+    async def ask(self, question: Callable[[int], Message], about: Callable[[AddRequest], bool]) -> Statistics:
+        found = await self.answer(question)
+        return msgspec.structs.replace(found, done=found.done and not any(map(about, self.requests)))
+
 
 class ZmqEngineClient(SubmittingClient):
     """Implements ``engine_client.EngineClient`` for one engine."""
@@ -146,11 +162,12 @@ class ZmqEngineClient(SubmittingClient):
         self._session.require_alive()
         return {0: await self.control("statistics")} if self._session.accepts else {}
 
-    async def control(self, kind: str) -> Statistics:
-        return await self._link.ask(lambda query: Control(kind, query))
+    @property
+    def requests(self) -> Iterable[AddRequest]:
+        return (stream.request for stream in self._session.table.streams)
 
-    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
-        return await self._link.ask(lambda query: UnloadAdapter(adapter.name, adapter.digest, force, query))
+    async def answer(self, question: Callable[[int], Message]) -> Statistics:
+        return await self._link.ask(question)
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no answer is in flight; return False after ``timeout`` seconds."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.routing import EnginePlace
-from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Hypothesis, Statistics
+from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
 
@@ -166,6 +166,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
-        """Send an UnloadAdapter and return its answer, as ``control``. ``done``: no request of this name is left."""
+    async def ask(self, question: Callable[[int], Message], about: Callable[[AddRequest], bool]) -> Statistics:
+        """Send the message that ``question`` returns for a query number, and return its answer, as ``control``.
+
+        ``about``: the answer's ``done`` is false while a request is left for which this returns True.
+        """
         ...

@@ -68,10 +68,10 @@ class EngineSet:
         waiting = now - latest if self.num_in_flight and not self.engines.pause else 0.0
         return max(waiting, now - self.engines.since if self.state == "recovering" else 0.0)
 
-    def has_requests_of(self, adapter: str) -> bool:
-        """Return whether a stream in flight uses the adapter of this name; it may wait for an engine."""
-        used = (each.stream.request.adapter for each in self._streams.values())
-        return any(found is not None and found.name == adapter for found in used)
+    @property
+    def requests(self) -> list[AddRequest]:
+        """Those of all streams in flight, which may wait for an engine."""
+        return [each.stream.request for each in self._streams.values()]
 
     @property
     def num_in_flight(self) -> int:

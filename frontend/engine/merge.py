@@ -9,8 +9,6 @@ from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
 MAX_REQUESTS = 100
 """Most requests of the merged list, the oldest."""
-KEYS = {"tenants": 1, "tiers": 1, "adapters": 2, "tenant_service": 1}
-"""Lists of Statistics whose entries with the same first values are added up: number of these values."""
 LARGEST = ("query", "block_size", "pin_seconds")
 """Fields that are no sums: the largest value counts."""
 
@@ -32,19 +30,20 @@ def _merged(one: Statistics, other: Statistics) -> Statistics:
             values[name] = (
                 {key: max(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}} if isinstance(a, dict) else max(a, b)
             )
-        elif name in KEYS:
-            values[name] = _added_by_key([*a, *b], KEYS[name])
+        elif isinstance(a, list):
+            values[name] = _added_by_key([*a, *b])
         else:
             values[name] = _added(a, b)
     return Statistics(**values)
 
 
-def _added_by_key(entries: list[Any], num_keys: int) -> list[Any]:
-    """Return one entry for all that begin with the same values."""
+def _added_by_key(entries: list[Any]) -> list[Any]:
+    """Return one entry for all that are about the same: their first values, which are texts or one number."""
     found: dict[tuple[Any, ...], Any] = {}
     for entry in entries:
         is_struct = isinstance(entry, msgspec.Struct)
         row = tuple(msgspec.structs.astuple(entry)) if is_struct else entry
+        num_keys = max(sum(isinstance(value, str) for value in row), 1)
         key, rest = row[:num_keys], row[num_keys:]
         before = found.get(key)
         old = None if before is None else (msgspec.structs.astuple(before) if is_struct else before)[num_keys:]

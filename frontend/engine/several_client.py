@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,7 +21,6 @@ from quire.frontend.engine.session import Session
 from quire.frontend.engine.streams import Stream
 from quire.protocol.config import EngineConfig
 from quire.protocol.routing import EnginePlace
-from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineState, Statistics
@@ -213,16 +212,12 @@ class SeveralEnginesClient(SubmittingClient):
         self._set.require_alive()
         return await self._links.ask(self._set.engines.accepting, partial(Control, "statistics"), ANSWER_S)
 
-    async def control(self, kind: str) -> Statistics:
-        """Send a Control to all engines, and return the sums of their answers."""
-        return await self._ask_all(partial(Control, kind))
+    @property
+    def requests(self) -> Iterable[AddRequest]:
+        return self._set.requests
 
-    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
-        found = await self._ask_all(partial(UnloadAdapter, adapter.name, adapter.digest, force))
-        return msgspec.structs.replace(found, done=found.done and not self._set.has_requests_of(adapter.name))
-
-    async def _ask_all(self, question: Callable[[int], Message]) -> Statistics:
-        """Ask all engines that accept questions, waiting for one if there is none.
+    async def answer(self, question: Callable[[int], Message]) -> Statistics:
+        """Ask all engines that accept questions, waiting for one if there is none; return the sums of their answers.
 
         An order that one of them has not carried out is not answered; callers have a limit of their own.
         """

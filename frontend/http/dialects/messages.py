@@ -31,6 +31,6 @@ async def count_message_tokens(server: Server, request: Request) -> Response:
         request, server.texts, lambda raw: parse_messages(server.parser, raw, count_only=True)
     )
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
-    await server.find_adapter(parsed.chat.model)
+    await server.check_model(parsed.chat.model)
     prompt, _ = await encode_conversation(server, parsed.chat, len(body))
     return json_response(TokenCount(len(prompt.token_ids)))

@@ -76,7 +76,7 @@ async def generation(
 async def count_input_tokens(server: Server, request: Request) -> Response:
     parsed, size = await _read(server, request)
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
-    await server.find_adapter(parsed.chat.model)
+    await server.check_model(parsed.chat.model)
     prompt, _ = await encode_request(server, parsed, size)
     return _json(msgspec.json.encode(InputTokens(len(prompt.token_ids))))
 

@@ -177,7 +177,8 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
-    parsed = replace(parsed, ignored=names, job=parsed.job.or_by("response", chain))
+    terms = replace(parsed.terms, job=parsed.terms.job.or_by("response", chain))
+    parsed = replace(parsed, ignored=names, terms=terms)
     if not body.generate:
         # The engine always generates a token, which the response leaves out.
         parsed = replace(parsed, params=structs.replace(parsed.params, max_tokens=1), prompt_only=True)

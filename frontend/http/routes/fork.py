@@ -16,9 +16,9 @@ async def fork(server: Server, request: Request) -> ASGIApp:
     body, _ = await read_json(request, server.texts, server.parser.fork)
     name, state = request.path_params["id"], request.scope["state"]
     running = server.running.get(name)
-    if running is None or state[TENANT] not in (running.tenant, ANY_TENANT):
+    if running is None or state[TENANT] not in (running.terms.tenant, ANY_TENANT):
         text = f"no request {shorten(name)} of this key is running; if there was one, it has ended"
         raise ApiError(404, text, "id", "request_not_found")
-    state[TENANT] = running.tenant  # the fork of an administrator, too, belongs to it
+    state[TENANT] = running.terms.tenant  # the fork of an administrator, too, belongs to it
     prefix = name.partition("-")[0]
     return running.fork(body, new_request_id(server, f"{prefix}-", request))

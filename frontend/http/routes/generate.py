@@ -6,8 +6,8 @@ Both endpoints share this; a ResponseFormatter makes the JSON of each.
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +28,7 @@ from quire.frontend.http.schema.errors import ClientDisconnected, aborted_reques
 from quire.frontend.http.schema.job_hints import with_session
 from quire.frontend.http.schema.schema import CommonRequest, fork_request
 from quire.frontend.http.serving.access_log import ANSWERED
-from quire.frontend.http.serving.gate import IGNORED_FIELDS, REQUEST_ID, TENANT
+from quire.frontend.http.serving.gate import IGNORED_FIELDS, REQUEST_ID
 from quire.frontend.http.serving.metrics import SequenceClock
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.socket_protocol import WRITER
@@ -45,7 +45,6 @@ from quire.frontend.sessions.open_session import Piece
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.adapter_messages import AdapterRef
 
 log = event_logger("http")
 
@@ -68,9 +67,9 @@ class Generation:
     """The response to one request, plain or streamed, as an ASGI application."""
 
     __slots__ = (
-        "_adapter", "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
-        "_has_prompt_logprobs", "_has_running_usage", "_job", "_new_formatter", "_num_sequences", "_piece", "_prompts",
-        "_request", "_running", "_server", "_style", "_turn", "_waiting", "tenant",
+        "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
+        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_sequences", "_piece", "_prompts",
+        "_request", "_running", "_server", "_style", "_turn", "_waiting", "terms",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +82,6 @@ class Generation:
         *,
         new_formatter: NewFormatter | None = None,
         fork: ForkPoint | None = None,
-        adapter: AdapterRef | None = None,
         piece: Piece | None = None,
     ) -> None:
         """
@@ -92,7 +90,6 @@ class Generation:
             new_formatter: returns the formatter of a fork, from request, prompts and request id; None: the endpoint
                 has no forks.
             fork: where in another answer all of the sequences begin.
-            adapter: the adapter of that answer; of others it is found by the name of the model.
             piece: the piece of a session of which the one sequence is the answer.
         """
         self._server = server
@@ -102,14 +99,13 @@ class Generation:
         self._formatter = formatter
         self._new_formatter = new_formatter
         self._fork = fork
-        self._adapter = adapter
         self._piece = piece
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
         self._running: list[tuple[int, StreamedAnswer, SequenceClock]] = []
         """The submitted sequences that have not ended, with their indices."""
-        self.tenant = 0
+        self.terms = request.terms
         self._finish_reasons: set[str] = set()
         self._clocks: list[SequenceClock] = []
         self._answers: list[StreamedAnswer] = []
@@ -117,10 +113,10 @@ class Generation:
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.tenant = scope["state"][TENANT]
         scope["state"][IGNORED_FIELDS] = self._request.ignored
         session = "" if self._piece is None else self._piece.name
-        self._job = with_session(self._request.job, scope["headers"], session)
+        job = with_session(self.terms.job, scope["headers"], session)
+        self.terms = self._server.of_client(replace(self.terms, job=job), scope)
         self._begin()
         try:
             await run_until_disconnect(
@@ -161,7 +157,7 @@ class Generation:
             text = f"max_tokens must be at least {num_tokens + 1}: the fork begins with {num_tokens} output tokens"
             raise InvalidRequest(f"{text} (got {body.max_tokens})", "max_tokens")
         prompts = [self._prompts[body.index // request.params.n]]
-        forked = fork_request(request, body, self._job)
+        forked = fork_request(request, body, self.terms)
         formatter = self._new_formatter(forked, prompts, request_id)
         return Generation(
             self._server,
@@ -171,7 +167,6 @@ class Generation:
             self._style,
             new_formatter=self._new_formatter,
             fork=ForkPoint(answer.sequence, num_tokens),
-            adapter=self._adapter,
         )
 
     def _finished(self) -> list[str]:
@@ -200,12 +195,10 @@ class Generation:
     def _begin(self) -> None:
         request = self._request
         self._server.metrics.began(request.params)
-        is_model = request.model in self._server.settings.served_model_names
-        named: dict[str, Any] = {} if is_model else {"adapter": request.model}
         log.info(
             "request",
             id=self._formatter.request_id,
-            **named,
+            **self._server.log_fields(request.model),
             prompts=len(self._prompts),
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
             n=request.params.n,
@@ -295,7 +288,7 @@ class Generation:
         """
         self._consume = consume
         try:
-            waiting = self._server.key_queues.enter(self.tenant, self._num_sequences)
+            waiting = self._server.enter_queue(self.terms, self._num_sequences)
             with waiting as self._waiting, self._piece or nullcontext():
                 await self._start()
                 self._server.running[self._formatter.request_id] = self
@@ -309,7 +302,7 @@ class Generation:
                         clock.end("abort")
         except InvalidRequest as refused:
             self._server.metrics.rejected(refused.code)
-            refused.message = self._without_path(refused.message)
+            refused.message = self.terms.without_path(refused.message)
             raise
 
     async def _next_slow_work(self) -> SlowWork | None:
@@ -350,7 +343,7 @@ class Generation:
                     ended.add(index)
                     self._finish_reasons.add(delta.finish_reason)
                     if delta.finish_reason == "error":
-                        raise failed_request(self._without_path(delta.detail))
+                        raise failed_request(self.terms.without_path(delta.detail))
                     if delta.finish_reason == "abort":
                         raise aborted_request()
                 batch.append((index, delta))
@@ -359,28 +352,20 @@ class Generation:
                 self._running = [each for each in self._running if each[0] not in ended]
         return batch
 
-    def _without_path(self, text: str) -> str:
-        """Return the text of an error for the client: of its adapter, it knows the name only."""
-        return text if self._adapter is None else text.replace(self._adapter.path, self._adapter.name)
-
     async def _start(self) -> None:
         request = self._request
         if self._fork is None:
-            self._adapter = await self._server.find_adapter(request.model)
+            self.terms = await self._server.for_model(request.model, self.terms)
         answers = await start_answers(
             self._server.engine,
             self._server.text_in,
             self._formatter.request_id,
             self._prompts,
             request.params,
+            self.terms,
             clamp_max_tokens=request.clamp_max_tokens,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
             prompt_only=request.prompt_only,
-            tenant=self.tenant,
             fork=self._fork,
-            adapter=self._adapter,
-            job=self._job,
             on_update=self._advance,
         )
         self._answers, metrics = answers, self._server.metrics

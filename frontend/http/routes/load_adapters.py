@@ -1,6 +1,7 @@
 """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's fields: adapters by name, at runtime."""
 
 import asyncio
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +17,8 @@ from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
+from quire.protocol.wire.front_end_messages import AddRequest
 
 POLL_S = 0.05
 """Time between two questions whether requests of an adapter are left."""
@@ -83,8 +85,13 @@ async def _unloaded(server: Server, adapter: AdapterRef, *, force: bool) -> bool
     Raises:
         EngineError: the engine has failed.
     """
+
+    def uses_name(request: AddRequest) -> bool:
+        return request.adapter is not None and request.adapter.name == adapter.name
+
+    question = partial(UnloadAdapter, adapter.name, adapter.digest, force)
     try:
-        return (await asyncio.wait_for(server.engine.unload(adapter, force=force), TIMEOUT_S)).done
+        return (await asyncio.wait_for(server.engine.ask(question, uses_name), TIMEOUT_S)).done
     except TimeoutError:  # it has died: the next one will have the requests
         return False
 

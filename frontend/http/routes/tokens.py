@@ -48,7 +48,7 @@ class Detokenized(msgspec.Struct, frozen=True):
 async def tokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
     parsed, body = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
-    await server.find_adapter(parsed.model)
+    await server.check_model(parsed.model)
     if isinstance(parsed.prompt, str):
         return json_response(await server.texts.run(len(body), lambda: _tokenized(server, parsed)))
     return json_response(
@@ -60,7 +60,7 @@ async def detokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
     parsed, body = await read_json(request, server.texts, lambda raw: _parse_detokenize(server.parser, raw, ignored))
     model, tokens = parsed
-    await server.find_adapter(model)
+    await server.check_model(model)
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
     text = await server.texts.run(len(body), lambda: server.text_in.decode(tokens, skip_special_tokens=False))

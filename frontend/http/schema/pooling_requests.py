@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from quire.frontend.engine.terms import Terms
 from quire.frontend.http.schema.pooling_bodies import (
     ClassificationBody,
     EmbeddingBody,
@@ -49,8 +50,7 @@ class PooledRequest:
     params: PoolingParams
     truncation: Truncation
     add_special_tokens: bool
-    priority: int
-    cache_salt: str
+    terms: Terms
     ignored: Sequence[str]
 
 
@@ -147,8 +147,7 @@ class PoolingParser:
             ),
             truncation=self.encoder.truncation(body.truncate_prompt_tokens, body.truncation_side),
             add_special_tokens=body.add_special_tokens,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
+            terms=Terms(body.priority, body.cache_salt),
             ignored=ignored.names,
         )
 

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.frontend.engine.job import NO_JOB, Job
+from quire.frontend.engine.job import NO_JOB
+from quire.frontend.engine.terms import NO_TERMS, Terms
 from quire.frontend.http.schema.bodies import (
     SAMPLING_FIELDS,
     ChatBody,
@@ -53,7 +54,7 @@ class CommonRequest:
         session: the open session that it continues, or None.
         ignored: names of unknown fields that the client sent.
         returns_token_ids: return the ids of the tokens of prompt and output.
-        job: the job that the body names.
+        terms: what else it says; the job is the one that the body names.
     """
 
     model: str
@@ -62,14 +63,12 @@ class CommonRequest:
     num_returned: int
     stream: bool
     stream_options: StreamOptions
-    priority: int
-    cache_salt: str
     prompt_logprobs: int | None
     prompt_only: bool = False
     session: SessionBody | None = None
     ignored: Sequence[str] = ()
     returns_token_ids: bool = False
-    job: Job = NO_JOB
+    terms: Terms = NO_TERMS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +103,10 @@ class ChatRequest(CommonRequest):
 
 
 class OtherModels(Protocol):
-    """Models besides the served one: its adapters."""
+    """What else than the served model a request may name as its model."""
 
     def may_have(self, name: str) -> bool:
-        """Return False if no adapter has this name. True: a look-up by name decides."""
+        """Return False if nothing has this name. True: a look-up by name decides."""
         ...
 
 
@@ -116,14 +115,14 @@ class Parser:
     """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest.
 
     Attributes:
-        adapters: what else a request may name as its model.
+        others: what else a request may name as its model.
         defaults: the model's sampling parameters, for fields that a request leaves out.
         writer: how the model writes calls, if that is known.
     """
 
     served_names: Sequence[str]
     limits: ModelLimits
-    adapters: OtherModels | None = None
+    others: OtherModels | None = None
     processors: Sequence[type[LogitsProcessor]] = ()
     defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
@@ -205,10 +204,10 @@ class Parser:
         return body
 
     def model(self, name: str | None) -> str:
-        """Return the requested name of the model or an adapter, by default the first served name."""
+        """Return the requested name of a model, by default the first served name."""
         if name is None:
             return self.served_names[0]
-        if name not in self.served_names and not (self.adapters is not None and self.adapters.may_have(name)):
+        if name not in self.served_names and not (self.others is not None and self.others.may_have(name)):
             raise InvalidRequest(f"the model {shorten(name)} does not exist", "model", "model_not_found")
         return name
 
@@ -284,10 +283,8 @@ class Parser:
             "num_returned": num_returned,
             "stream": body.stream,
             "stream_options": options,
-            "priority": body.priority,
-            "cache_salt": body.cache_salt,
             "prompt_logprobs": raw.get("prompt_logprobs"),
-            "job": job_of(body, ignored),
+            "terms": Terms(body.priority, body.cache_salt, job_of(body, ignored)),
             "prompt_only": max_tokens == 0,
             "session": session,
             "returns_token_ids": body.return_token_ids,
@@ -315,8 +312,8 @@ def _session(given: str | dict[str, Any], params: SamplingParams, num_returned: 
     return session
 
 
-def fork_request(request: CommonRequest, body: ForkBody, job: Job) -> CommonRequest:
-    """Return the request of a fork: that of its parent, whose job is ``job``, with the fields of ``body``."""
+def fork_request(request: CommonRequest, body: ForkBody, terms: Terms) -> CommonRequest:
+    """Return the request of a fork: that of its parent, which had ``terms``, with the fields of ``body``."""
     params = msgspec.structs.replace(
         request.params,
         n=body.n,
@@ -336,7 +333,8 @@ def fork_request(request: CommonRequest, body: ForkBody, job: Job) -> CommonRequ
         prompt_logprobs=None,
         session=None,
         ignored=(),
-        job=NO_JOB if job.is_last_step else job,  # a job whose last step has arrived gets no further request
+        # A job whose last step has arrived gets no further request.
+        terms=replace(terms, job=NO_JOB) if terms.job.is_last_step else terms,
     )
 
 

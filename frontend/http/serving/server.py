@@ -2,19 +2,21 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from quire.frontend.adapters.served_adapters import ServedAdapters
 from quire.frontend.engine.engine_client import EngineClient
+from quire.frontend.engine.terms import NO_TERMS, Terms
 from quire.frontend.http.schema.bodies import ForkBody
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.schema.unknown_fields import Policy, UnknownFields
-from quire.frontend.http.serving.key_queues import KeyQueues
+from quire.frontend.http.serving.gate import TENANT
+from quire.frontend.http.serving.key_queues import KeyQueues, WaitingSequences
 from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.tracing import Tracer
@@ -32,7 +34,6 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.logits_processors import LogitsProcessor
 from quire.protocol.routing import EnginePlace
-from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import Statistics
 from quire.version import __version__
 
@@ -126,9 +127,9 @@ class ServerSettings:
 
 
 class Forkable(Protocol):
-    """A request whose answers are generated now. ``tenant``: its tenant."""
+    """A request whose answers are generated now."""
 
-    tenant: int
+    terms: Terms
 
     def fork(self, body: ForkBody, request_id: str) -> ASGIApp:
         """Return the response to answers that begin with what one of these has so far.
@@ -151,7 +152,7 @@ class Server:
         self.conversations = ConversationThreads(settings.text_in)
         self.parser = Parser(
             served_names=settings.served_model_names,
-            adapters=settings.adapters,
+            others=settings.adapters,
             limits=engine,
             processors=settings.processors,
             defaults=settings.sampling_defaults,
@@ -194,15 +195,31 @@ class Server:
         self.sessions.expire()
         self.metrics.set_sessions(self.sessions.num_open, self.sessions.num_idle, self.sessions.num_bytes)
 
-    async def find_adapter(self, model: str) -> AdapterRef | None:
-        """Return the adapter that a request names as its model, or None for a name of the model itself.
+    def of_client(self, terms: Terms, scope: Scope) -> Terms:
+        """Return the terms of a request from the client that has sent it."""
+        return replace(terms, tenant=scope["state"][TENANT])
+
+    def enter_queue(self, terms: Terms, num_sequences: int) -> WaitingSequences:
+        """As ``KeyQueues.enter``."""
+        return self.key_queues.enter(terms.tenant, num_sequences)
+
+    def log_fields(self, model: str) -> dict[str, Any]:
+        """Return what a log line says of the model that a request names: the adapter, if it is one."""
+        return {} if model in self.settings.served_model_names else {"adapter": model}
+
+    async def for_model(self, name: str, terms: Terms) -> Terms:
+        """Return the terms of a request that names this model: with its adapter, or without one for the served model.
 
         Raises:
             InvalidRequest: as ``ServedAdapters.find``.
         """
-        if self.settings.adapters is None or model in self.settings.served_model_names:
-            return None
-        return await self.settings.adapters.find(model)
+        if self.settings.adapters is None or name in self.settings.served_model_names:
+            return terms
+        return replace(terms, adapter=await self.settings.adapters.find(name))
+
+    async def check_model(self, name: str) -> None:
+        """Raise InvalidRequest, as ``for_model``, unless a request may name this model."""
+        await self.for_model(name, NO_TERMS)
 
     def require_generation(self, path: str) -> None:
         """Raise InvalidRequest unless the model generates text, ApiError 503 unless new requests are accepted."""

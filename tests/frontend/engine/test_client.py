@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def test_an_adapter_is_sent_with_a_request_and_unloaded(hub: ZmqHub, tmp_path: P
         added = (await asyncio.to_thread(next_of, hub)).message
         assert isinstance(added, AddRequest)
         assert added.adapter == adapter
-        unloading = asyncio.create_task(client.unload(adapter, force=True))
+        question = partial(UnloadAdapter, adapter.name, adapter.digest, True)
+        unloading = asyncio.create_task(client.ask(question, lambda request: request.adapter == adapter))
         sent = (await asyncio.to_thread(next_of, hub)).message
         assert isinstance(sent, UnloadAdapter)
         assert (sent.name, sent.digest, sent.force) == ("sql", adapter.digest, True)

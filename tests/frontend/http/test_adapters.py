@@ -21,7 +21,7 @@ from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.wire.adapter_messages import AdapterRef
+from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -186,7 +186,7 @@ class TestRuntime:
         assert adapter.name == "new"
         engine.figures = Statistics(1, done=True)
         assert other.post(UNLOAD, {"lora_name": "new"}, headers=ADMIN).json()["deleted"] is True
-        assert engine.unloaded == [(adapter, False)]
+        assert engine.asked == [UnloadAdapter(adapter.name, adapter.digest)]
         assert client.post("/v1/completions", {"model": "new", "prompt": "x"}).status_code == 404
         assert client.post(UNLOAD, {"lora_name": "new"}, ADMIN).status_code == 404
 
@@ -219,20 +219,20 @@ class TestRuntime:
         engine.figures = Statistics(1, done=False)
         refused = client.post(UNLOAD, {"lora_name": "sql", "wait": False}, ADMIN)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_in_use")
-        assert len(engine.unloaded) == 1
+        assert len(engine.asked) == 1
 
         async def work() -> None:
             transport = httpx.ASGITransport(client.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=ADMIN) as http:
                 waiting = asyncio.create_task(http.post(UNLOAD, json={"lora_name": "sql", "force": True}))
-                while len(engine.unloaded) < 3:
+                while len(engine.asked) < 3:
                     await asyncio.sleep(0.01)
                 assert not waiting.done()
                 engine.figures = Statistics(1, done=True)
                 assert (await waiting).json() == {"id": "sql", "object": "model", "deleted": True}
 
         asyncio.run(work())
-        assert {force for _, force in engine.unloaded[1:]} == {True}
+        assert {each.force for each in engine.asked[1:]} == {True}
 
 
 def test_without_adapters_models_are_as_before(client: Any, engine: FakeEngine, text_in: TextIn) -> None:

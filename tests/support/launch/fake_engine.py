@@ -158,7 +158,7 @@ class FakeEngine:
     controls: list[str] = field(default_factory=list)
     adapters: list[AdapterRef | None] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
-    unloaded: list[tuple[AdapterRef, bool]] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
     pool: Callable[[list[int], PoolingParams], Update] = pooled_update
     pooling: list[PoolingParams | None] = field(default_factory=list)
     figures: Statistics = field(
@@ -221,6 +221,6 @@ class FakeEngine:
         self.pause_kind = {"pause": "pause", "pause_new": "pause_new", "resume": ""}.get(kind, self.pause_kind)
         return await self.statistics()
 
-    async def unload(self, adapter: AdapterRef, *, force: bool) -> Statistics:
-        self.unloaded.append((adapter, force))
+    async def ask(self, question: Callable[[int], Any], about: Callable[[AddRequest], bool]) -> Statistics:
+        self.asked.append(question(0))
         return await self.statistics()

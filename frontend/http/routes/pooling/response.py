@@ -14,7 +14,7 @@ from quire.frontend.http.routes.generate import WRITE_BYTES, new_request_id
 from quire.frontend.http.routes.pooling.run import Batch, Outcome, PooledRun
 from quire.frontend.http.schema.pooling_requests import PooledRequest
 from quire.frontend.http.serving.access_log import ANSWERED
-from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.frontend.http.serving.tracing import RequestSpan
@@ -85,14 +85,8 @@ class PooledResponse:
         request, request_id = self._request, self._entries.answer.id
         scope["state"][IGNORED_FIELDS] = request.ignored
         self._is_at_once = len(request.inputs) <= MAX_AT_ONCE
-        self._run = PooledRun(
-            self._server,
-            self._encoder,
-            request,
-            request_id,
-            scope["state"][TENANT],
-            fails_together=self._is_at_once,
-        )
+        terms = self._server.of_client(request.terms, scope)
+        self._run = PooledRun(self._server, self._encoder, request, request_id, terms, fails_together=self._is_at_once)
         log.info("request", id=request_id, inputs=len(request.inputs), task=request.params.task)
         try:
             await run_until_disconnect(receive, self._respond(send))

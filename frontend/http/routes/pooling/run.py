@@ -1,7 +1,6 @@
 """The inputs of one request for vectors or scores in the engine: a bounded number at a time, results in their order."""
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy.typing as npt
 
 from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.engine.engine_client import Sequence, Update
+from quire.frontend.engine.terms import Terms
 from quire.frontend.http.schema.errors import ApiError, aborted_request, as_api_error, failed_request
 from quire.frontend.http.schema.pooling_requests import PooledRequest
 from quire.frontend.http.serving.metrics import SequenceClock
@@ -23,8 +23,7 @@ from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import LONG_TEXT_CHARS
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.pooling_params import NO_SAMPLING
-from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import AddRequest, EndReason
+from quire.protocol.wire.front_end_messages import EndReason
 
 WINDOW = 512
 """Inputs between the first one without a written result and the last one that was submitted."""
@@ -68,7 +67,7 @@ class PooledRun:
         encoder: InputEncoder,
         request: PooledRequest,
         request_id: str,
-        tenant: int,
+        terms: Terms,
         *,
         fails_together: bool,
     ) -> None:
@@ -77,10 +76,9 @@ class PooledRun:
         self._encoder = encoder
         self._request = request
         self._request_id = request_id
-        self._tenant = tenant
+        self._terms = terms
         self._fails_together = fails_together
         self._arrival = server.metrics.now()
-        self._adapter: AdapterRef | None = None
         self._encoded: deque[tuple[int, Prompt]] = deque()
         self._open: dict[int, _Open] = {}
         self._done: dict[int, Outcome] = {}
@@ -103,9 +101,9 @@ class PooledRun:
         num_inputs = len(self._request.inputs)
         limit = self._server.key_queues.limit
         window = min(num_inputs, WINDOW, limit or WINDOW)
-        with self._server.key_queues.enter(self._tenant, window) as waiting:
+        with self._server.enter_queue(self._terms, window) as waiting:
             try:
-                self._adapter = await self._server.find_adapter(self._request.model)
+                self._terms = await self._server.for_model(self._request.model, self._terms)
                 while self._fails_together and await self._encode(num_inputs):
                     pass
                 while self._num_returned < num_inputs:
@@ -200,18 +198,8 @@ class PooledRun:
     async def _add(self, index: int, prompt: Prompt, size: int) -> bool:
         """Submit one input; return False if the engine takes no more at present."""
         try:
-            request = AddRequest(
-                f"{self._request_id}-{index}",
-                prompt.token_ids,
-                NO_SAMPLING,
-                0,
-                priority=self._request.priority,
-                cache_salt=self._request.cache_salt,
-                arrival=time.monotonic(),
-                adapter=self._adapter,
-                tenant=self._tenant,
-                pooling=for_prompt(self._request.params, prompt),
-            )
+            params = for_prompt(self._request.params, prompt)
+            request = self._terms.request(f"{self._request_id}-{index}", prompt, NO_SAMPLING, 0, pooling=params)
             sequence = await self._server.engine.add(request, partial(self._note, index))
         except InvalidRequest as refused:
             if refused.code != "queue_full" or not (self._open or self._num_returned):
@@ -289,14 +277,11 @@ class PooledRun:
         if reason == "abort":
             raise aborted_request()
         if rows is None:
-            self._fail(index, failed_request(self._without_path(detail)))
+            self._fail(index, failed_request(self._terms.without_path(detail)))
             return
         self._done[index] = rows
         self.num_prompt_tokens += len(each.prompt.token_ids)
         self.num_cached_tokens += update.num_cached_tokens
-
-    def _without_path(self, text: str) -> str:
-        return text if self._adapter is None else text.replace(self._adapter.path, self._adapter.name)
 
 
 def _num_chars(given: PoolingInput, encoder: InputEncoder) -> int:
