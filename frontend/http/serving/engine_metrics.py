@@ -1,115 +1,121 @@
 """Metrics that are read at each scrape: the scheduler's statistics, restarts, the cache's settings, the processes."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.protocol.process.restarts import Restarts
-from quire.protocol.wire.front_end_messages import Histogram, ProgramCounts, Statistics
+from quire.protocol.wire.front_end_messages import Histogram, Statistics
 
-# Metrics of the scheduler: name, HELP text, field of Statistics.
-GAUGES = (
-    ("num_requests_running", "Number of requests in the running batch.", "num_running"),
-    ("num_requests_waiting", "Number of requests in the waiting queue.", "num_waiting"),
-    ("num_free_blocks", "Number of KV blocks that can be allocated: free, or cached and unused.", "num_free_blocks"),
-    ("num_usable_blocks", "Number of KV blocks without the null block.", "num_usable_blocks"),
-    ("num_cached_blocks", "Number of KV blocks whose content is in the prefix cache.", "num_cached_blocks"),
-)
-COUNTERS = (
-    ("prompt_tokens", "Number of prompt tokens of all requests.", "prompt_tokens"),
-    ("prompt_tokens_cached", "Number of prompt tokens that needed no prefill.", "prefix_cache_hit_tokens"),
-    ("generation_tokens", "Number of generated tokens.", "generation_tokens"),
-    ("prefix_cache_queries", "Number of tokens looked up in the prefix cache.", "prefix_cache_queries"),
-    ("prefix_cache_hits", "Number of tokens found in the prefix cache.", "prefix_cache_hit_tokens"),
-    ("num_evicted_blocks", "Number of cached blocks evicted.", "num_evicted_blocks"),
-    ("num_preemptions", "Number of preemptions.", "num_preemptions"),
-    ("num_requests_refused", "Number of sequences that the scheduler refused.", "num_requests_refused"),
-    ("spec_decode_num_drafts", "Number of rounds of draft tokens.", "num_drafts"),
-    ("spec_decode_num_draft_tokens", "Number of draft tokens proposed.", "num_draft_tokens"),
-    ("spec_decode_num_accepted_tokens", "Number of draft tokens accepted.", "num_accepted_tokens"),
-    (
-        "spec_decode_num_invalid_draft_tokens",
-        "Number of draft tokens that a grammar forbids, and those after them.",
-        "num_invalid_draft_tokens",
-    ),
-    ("num_slow_steps", "Number of steps slower than 5 times the usual time and 0.5 s.", "num_slow_steps"),
-    ("num_trace_lines_lost", "Number of trace lines dropped because the disk was too slow.", "num_trace_lines_lost"),
-)
-HISTOGRAMS = (
-    ("iteration_tokens_total", "Number of tokens per step, prefill and decode together.", "step_tokens"),
-    ("step_schedule_time_seconds", "Time to decide a step and send it to the workers.", "step_schedule"),
-    (
-        "step_worker_time_seconds",
-        "Time from the sending of a step, or from the previous result if later, to its result.",
-        "step_worker",
-    ),
-    ("step_update_time_seconds", "Time to apply the result of a step.", "step_update"),
-    ("step_reply_time_seconds", "Time to send new tokens to the front ends.", "step_reply"),
-    ("kv_block_lifetime_seconds", "Time from a KV block's allocation to its eviction.", "kv_block_lifetime"),
-    (
-        "kv_block_idle_before_evict_seconds",
-        "Time from the last use of a KV block's content to its eviction.",
-        "kv_block_idle_before_evict",
-    ),
-    ("kv_block_reuse_gap_seconds", "Time between two hits of the same cached content.", "kv_block_reuse_gap"),
-)
-# Metrics of a tier, with its name as the label ``tier``: kind, name, HELP text, field of TierState.
-TIERS = (
-    (GaugeMetricFamily, "tier_num_pages", "Number of pages of a tier.", "num_pages"),
-    (GaugeMetricFamily, "tier_num_cached_blocks", "Number of pages with the content of a block.", "num_cached"),
-    (GaugeMetricFamily, "tier_stopped", "Whether a tier's last stores failed, so that none begin.", "is_stopped"),
-    (CounterMetricFamily, "tier_num_evicted_blocks", "Number of contents evicted from a tier.", "num_evicted"),
-    (CounterMetricFamily, "tier_num_loaded_blocks", "Number of KV blocks loaded from a tier.", "num_loaded"),
-    (CounterMetricFamily, "tier_num_stored_blocks", "Number of KV blocks stored to a tier.", "num_stored"),
-    (
-        CounterMetricFamily,
-        "tier_num_failed_blocks",
-        "Number of KV blocks that a copy lost or found damaged.",
-        "num_failed",
-    ),
-    (
-        CounterMetricFamily,
-        "tier_num_late_loads",
-        "Number of loads that were too late and computed instead.",
-        "num_late",
-    ),
-    (
-        CounterMetricFamily,
-        "tier_num_unsaved_blocks",
-        "Number of contents evicted before they were stored.",
-        "num_unsaved",
-    ),
-    (CounterMetricFamily, "tier_load_seconds", "Time that loads took on the workers.", "load_seconds"),
-    (CounterMetricFamily, "tier_store_seconds", "Time that stores took on the workers.", "store_seconds"),
-)
-# Counters of LoRA adapters: name, HELP text, field of Statistics.
-ADAPTERS = (
-    ("num_adapter_loads", "Number of adapters loaded to the device.", "num_adapters_loaded"),
-    ("num_adapter_load_failures", "Number of loads of adapters that failed.", "num_adapters_failed"),
-    ("num_adapter_evictions", "Number of adapters that left the device for others.", "num_adapters_evicted"),
-    ("adapter_load_seconds", "Time that loads of adapters took on the workers.", "adapter_load_seconds"),
-)
-# Gauges of blocks that are kept between the turns of programs: name, HELP text, field of Statistics.
-PINS = (
-    ("num_pins", "Number of programs whose KV blocks are kept between two turns.", "num_pins"),
-    (
-        "num_pinned_blocks",
-        "Number of free KV blocks that are kept for the next turn of a program.",
-        "num_pinned_blocks",
-    ),
-)
-# Counted by the supervisor, so that they survive the processes: name, HELP text, field of Restarts.
-RESTARTS = (
-    ("num_worker_restarts", "Number of restarts of the worker group.", "worker"),
-    ("num_scheduler_restarts", "Number of restarts of the scheduler.", "scheduler"),
-    ("num_front_end_restarts", "Number of restarts of front ends.", "frontend"),
-)
+Kind = type[GaugeMetricFamily] | type[CounterMetricFamily] | type[HistogramMetricFamily]
+KINDS: Mapping[str, Kind] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+ROW = re.compile(r"(\w+) (\w+)(?: = ([\w.]+))?(?: by (\w+))?: (.+)")
+"""A metric in a table: kind, name, the path of its value if that differs, the label if the value is a map by that label
+and the HELP text. The rows below a path in brackets are left out if nothing is at that path. See ``value_at``."""
+
+# Metrics of the scheduler. The paths are those of Statistics.
+SCHEDULER = """
+gauge num_requests_running = num_running: Number of requests in the running batch.
+gauge num_requests_waiting = num_waiting: Number of requests in the waiting queue.
+gauge num_free_blocks: Number of KV blocks that can be allocated: free, or cached and unused.
+gauge num_usable_blocks: Number of KV blocks without the null block.
+gauge num_cached_blocks: Number of KV blocks whose content is in the prefix cache.
+gauge num_requests_waiting_by_reason = waiting_by_reason by reason: Number of waiting requests, by wait reason.
+counter prompt_tokens: Number of prompt tokens of all requests.
+counter prompt_tokens_cached = prefix_cache_hit_tokens: Number of prompt tokens that needed no prefill.
+counter generation_tokens: Number of generated tokens.
+counter prefix_cache_queries: Number of tokens looked up in the prefix cache.
+counter prefix_cache_hits = prefix_cache_hit_tokens: Number of tokens found in the prefix cache.
+counter num_evicted_blocks: Number of cached blocks evicted.
+counter num_preemptions: Number of preemptions.
+counter num_requests_refused: Number of sequences that the scheduler refused.
+counter spec_decode_num_drafts = num_drafts: Number of rounds of draft tokens.
+counter spec_decode_num_draft_tokens = num_draft_tokens: Number of draft tokens proposed.
+counter spec_decode_num_accepted_tokens = num_accepted_tokens: Number of draft tokens accepted.
+counter spec_decode_num_invalid_draft_tokens = num_invalid_draft_tokens: Number of draft tokens that a grammar \
+forbids, and those after them.
+counter num_slow_steps: Number of steps slower than 5 times the usual time and 0.5 s.
+counter num_trace_lines_lost: Number of trace lines dropped because the disk was too slow.
+counter num_preemptions_by_reason = preemptions_by_reason by reason: Number of preemptions, by reason.
+histogram iteration_tokens_total = step_tokens: Number of tokens per step, prefill and decode together.
+histogram step_schedule_time_seconds = step_schedule: Time to decide a step and send it to the workers.
+histogram step_worker_time_seconds = step_worker: Time from the sending of a step, or from the previous result if \
+later, to its result.
+histogram step_update_time_seconds = step_update: Time to apply the result of a step.
+histogram step_reply_time_seconds = step_reply: Time to send new tokens to the front ends.
+histogram kv_block_lifetime_seconds = kv_block_lifetime: Time from a KV block's allocation to its eviction.
+histogram kv_block_idle_before_evict_seconds = kv_block_idle_before_evict: Time from the last use of a KV block's \
+content to its eviction.
+histogram kv_block_reuse_gap_seconds = kv_block_reuse_gap: Time between two hits of the same cached content.
+
+[num_accepted_tokens_per_pos]
+counter spec_decode_num_accepted_tokens_per_pos = num_accepted_tokens_per_pos by position: Number of draft tokens \
+accepted, by position.
+
+[tiers]
+gauge tier_num_pages = tiers.num_pages by tier: Number of pages of a tier.
+gauge tier_num_cached_blocks = tiers.num_cached by tier: Number of pages with the content of a block.
+gauge tier_stopped = tiers.is_stopped by tier: Whether a tier's last stores failed, so that none begin.
+counter tier_num_evicted_blocks = tiers.num_evicted by tier: Number of contents evicted from a tier.
+counter tier_num_loaded_blocks = tiers.num_loaded by tier: Number of KV blocks loaded from a tier.
+counter tier_num_stored_blocks = tiers.num_stored by tier: Number of KV blocks stored to a tier.
+counter tier_num_failed_blocks = tiers.num_failed by tier: Number of KV blocks that a copy lost or found damaged.
+counter tier_num_late_loads = tiers.num_late by tier: Number of loads that were too late and computed instead.
+counter tier_num_unsaved_blocks = tiers.num_unsaved by tier: Number of contents evicted before they were stored.
+counter tier_load_seconds = tiers.load_seconds by tier: Time that loads took on the workers.
+counter tier_store_seconds = tiers.store_seconds by tier: Time that stores took on the workers.
+counter num_load_choices = load_choices by choice: Number of requests that loaded what tiers had of their prefix, \
+computed it, or split it.
+
+[evictions_by_policy]
+counter num_evicted_blocks_by_policy = evictions_by_policy by policy: Number of cached blocks evicted, by last use \
+(lru), or although they were pinned.
+
+[pins_ended]
+gauge num_pins: Number of programs whose KV blocks are kept between two turns.
+gauge num_pinned_blocks: Number of free KV blocks that are kept for the next turn of a program.
+gauge pin_seconds by tool: Seconds for which the blocks of a program were kept last, by the tool that runs.
+counter num_pins_ended = pins_ended by reason: Number of pins that have ended, by reason.
+counter num_pin_failures: Number of times that it could not be chosen for how long blocks are kept.
+
+[adapters_by_place]
+gauge num_adapters = adapters_by_place by place: Number of adapters, by place.
+counter num_adapter_loads = num_adapters_loaded: Number of adapters loaded to the device.
+counter num_adapter_load_failures = num_adapters_failed: Number of loads of adapters that failed.
+counter num_adapter_evictions = num_adapters_evicted: Number of adapters that left the device for others.
+counter adapter_load_seconds: Time that loads of adapters took on the workers.
+
+[programs]
+gauge num_programs = programs.num_known: Number of programs (agents and conversations) that are remembered.
+counter num_turns = programs.turns by found_by: Number of requests, by how their program was found.
+counter later_turn_prompt_tokens = programs.num_later_prompt_tokens: Prompt tokens of turns that are not the first of \
+their program.
+counter later_turn_hit_tokens = programs.num_later_hit_tokens: Prompt tokens of these turns that the prefix cache had.
+
+[programs.num_released]
+gauge num_programs_admitted = programs.num_admitted: Number of programs that are admitted.
+gauge num_programs_waiting = programs.num_waiting: Number of programs with requests that are not admitted.
+counter num_programs_released = programs.num_released by reason: Number of programs that are not admitted any more, by \
+reason.
+"""
+# Counted by the supervisor, so that they survive the processes; the paths are those of Restarts.
+RESTARTS = """
+counter num_worker_restarts = worker: Number of restarts of the worker group.
+counter num_scheduler_restarts = scheduler: Number of restarts of the scheduler.
+counter num_front_end_restarts = frontend: Number of restarts of front ends.
+"""
 
 # Metrics of processes, with the names of Prometheus's own clients: name, HELP text.
 PROCESSES = (
@@ -127,36 +133,42 @@ class MetricNames:
     prefix: str
     labels: Mapping[str, str]
 
-    def gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
-        family.add_metric(list(self.labels.values()), value)
-        return family
+    def metric(self, kind: str, name: str, text: str, value: Any, label: str = "") -> Metric:
+        """Return a metric. ``value``: a number or a Histogram; for a ``label``, a map from its values to numbers."""
+        family: Any = KINDS[kind](
+            f"{self.prefix}:{name}", text, labels=[*self.labels, label] if label else [*self.labels]
+        )
+        own = list(self.labels.values())
+        if label:
+            for key, each in value.items():
+                family.add_metric([*own, str(key)], each)
+        elif isinstance(value, Histogram):
+            edges = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
+            buckets = list(zip(edges, accumulate(value.counts), strict=True))
+            family.add_metric(own, buckets=buckets, sum_value=value.total)
+        else:
+            family.add_metric(own, value)
+        found: Metric = family
+        return found
 
-    def counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
-        family.add_metric(list(self.labels.values()), value)
-        return family
+    def table(self, table: str, source: Any) -> Iterator[Metric]:
+        """Yield the metrics of a table whose values in ``source`` are not None."""
+        for part in table.split("["):
+            needed, _, rows = part.rpartition("]\n")
+            if not needed or value_at(source, needed):
+                for kind, name, path, label, text in ROW.findall(rows):
+                    if (value := value_at(source, path or name)) is not None:
+                        yield self.metric(kind, name, text, value, label)
 
-    def by_label(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        label: str,
-        values: Mapping[str, float],
-    ) -> Metric:
-        family = kind(f"{self.prefix}:{name}", text, labels=[*self.labels, label])
-        for key, value in values.items():
-            family.add_metric([*self.labels.values(), key], value)
-        return family
 
-    def histogram(self, name: str, text: str, values: Histogram) -> HistogramMetricFamily:
-        """Return the histogram with cumulative counts."""
-        family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
-        edges = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
-        buckets = list(zip(edges, accumulate(values.counts), strict=True))
-        family.add_metric(list(self.labels.values()), buckets=buckets, sum_value=values.total)
-        return family
+def value_at(source: Any, path: str) -> Any:
+    """Return the value at a path of fields; for that of a list, a map from the name of each entry. None: not there."""
+    for name in path.split("."):
+        if isinstance(source, list):
+            source = {each.name: getattr(each, name) for each in source}
+        elif source is not None:
+            source = getattr(source, name)
+    return source
 
 
 @dataclass(eq=False)
@@ -181,8 +193,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         names = self.names
-        for name, text, field_name in RESTARTS:
-            yield names.counter(name, text, getattr(self.restarts, field_name))
+        yield from names.table(RESTARTS, self.restarts)
         found: dict[str, Metric] = {}
         for engine, statistics in sorted(self.statistics.items()):
             for family in self._of_engine(engine, statistics):
@@ -219,87 +230,17 @@ class EngineCollector(Collector):
     def _of_scheduler(self, names: MetricNames, current: Statistics) -> Iterator[Metric]:
         usable = current.num_usable_blocks
         usage = 1.0 - current.num_free_blocks / usable if usable else 0.0
-        for name, text, field_name in GAUGES:
-            yield names.gauge(name, text, getattr(current, field_name))
-        yield names.gauge("kv_cache_usage_perc", "Share of the KV blocks in use (0 to 1).", usage)
-        for name, text, field_name in COUNTERS:
-            yield names.counter(name, text, getattr(current, field_name))
-        yield names.by_label(
-            GaugeMetricFamily,
-            "num_requests_waiting_by_reason",
-            "Number of waiting requests, by wait reason.",
-            "reason",
-            current.waiting_by_reason,
-        )
-        yield names.by_label(
-            CounterMetricFamily,
-            "num_preemptions_by_reason",
-            "Number of preemptions, by reason.",
-            "reason",
-            current.preemptions_by_reason,
-        )
-        if by_position := current.num_accepted_tokens_per_pos:
-            name, text = "spec_decode_num_accepted_tokens_per_pos", "Number of draft tokens accepted, by position."
-            yield names.by_label(CounterMetricFamily, name, text, "position", by_position)
-        for kind, name, text, field_name in TIERS if current.tiers else ():
-            by_tier = {tier.name: getattr(tier, field_name) for tier in current.tiers}
-            yield names.by_label(kind, name, text, "tier", by_tier)
-        if current.tiers:
-            text = "Number of requests that loaded what tiers had of their prefix, computed it, or split it."
-            yield names.by_label(CounterMetricFamily, "num_load_choices", text, "choice", current.load_choices)
-        if current.evictions_by_policy:
-            text = "Number of cached blocks evicted, by last use (lru), or although they were pinned."
-            by_policy = current.evictions_by_policy
-            yield names.by_label(CounterMetricFamily, "num_evicted_blocks_by_policy", text, "policy", by_policy)
-        if current.pins_ended:
-            yield from _pin_metrics(names, current)
+        yield names.metric("gauge", "kv_cache_usage_perc", "Share of the KV blocks in use (0 to 1).", usage)
+        yield from names.table(SCHEDULER, current)
         if current.adapters_by_place:
             yield from _adapter_metrics(names, current, self.max_loras)
-        if current.programs is not None:
-            yield from _program_metrics(names, current.programs)
-        for name, text, field_name in HISTOGRAMS:
-            values = getattr(current, field_name)
-            if values is not None:
-                yield names.histogram(name, text, values)
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def _program_metrics(names: MetricNames, programs: ProgramCounts) -> Iterator[Metric]:
-    text = "Number of programs (agents and conversations) that are remembered."
-    yield names.gauge("num_programs", text, programs.num_known)
-    text = "Number of requests, by how their program was found."
-    yield names.by_label(CounterMetricFamily, "num_turns", text, "found_by", programs.turns)
-    text = "Prompt tokens of turns that are not the first of their program."
-    yield names.counter("later_turn_prompt_tokens", text, programs.num_later_prompt_tokens)
-    text = "Prompt tokens of these turns that the prefix cache had."
-    yield names.counter("later_turn_hit_tokens", text, programs.num_later_hit_tokens)
-    if programs.num_released:
-        yield names.gauge("num_programs_admitted", "Number of programs that are admitted.", programs.num_admitted)
-        text = "Number of programs with requests that are not admitted."
-        yield names.gauge("num_programs_waiting", text, programs.num_waiting)
-        text = "Number of programs that are not admitted any more, by reason."
-        yield names.by_label(CounterMetricFamily, "num_programs_released", text, "reason", programs.num_released)
-
-
-def _pin_metrics(names: MetricNames, current: Statistics) -> Iterator[Metric]:
-    for name, text, field_name in PINS:
-        yield names.gauge(name, text, getattr(current, field_name))
-    text = "Number of pins that have ended, by reason."
-    yield names.by_label(CounterMetricFamily, "num_pins_ended", text, "reason", current.pins_ended)
-    text = "Seconds for which the blocks of a program were kept last, by the tool that runs."
-    yield names.by_label(GaugeMetricFamily, "pin_seconds", text, "tool", current.pin_seconds)
-    text = "Number of times that it could not be chosen for how long blocks are kept."
-    yield names.counter("num_pin_failures", text, current.num_pin_failures)
-
-
 def _adapter_metrics(names: MetricNames, current: Statistics, max_loras: int) -> Iterator[Metric]:
-    """Yield the metrics of adapters. The label ``adapter`` has the names with the most requests only."""
-    by_place = current.adapters_by_place
-    yield names.by_label(GaugeMetricFamily, "num_adapters", "Number of adapters, by place.", "place", by_place)
-    for name, text, field_name in ADAPTERS:
-        yield names.counter(name, text, getattr(current, field_name))
+    """Yield the metrics of adapters with requests. The label ``adapter`` has the names with the most of these only."""
     running: Counter[str] = Counter()
     waiting: Counter[str] = Counter()
     for each in current.adapters:  # one name may stand for an old and a new content
@@ -307,14 +248,14 @@ def _adapter_metrics(names: MetricNames, current: Statistics, max_loras: int) ->
         waiting[each.name] += each.num_waiting
     for kind, counts in (("running", running), ("waiting", waiting)):
         text = f"Number of {kind} requests, by adapter."
-        yield names.by_label(GaugeMetricFamily, f"num_requests_{kind}_by_adapter", text, "adapter", counts)
+        yield names.metric("gauge", f"num_requests_{kind}_by_adapter", text, counts, "adapter")
     labels = {
         "max_lora": str(max_loras),
         "running_lora_adapters": ",".join(name for name, count in running.items() if count),
         "waiting_lora_adapters": ",".join(name for name, count in waiting.items() if count),
     }
     text = "Adapters with requests, as labels; the value is the time."
-    yield MetricNames(names.prefix, {**names.labels, **labels}).gauge("lora_requests_info", text, time.time())
+    yield MetricNames(names.prefix, {**names.labels, **labels}).metric("gauge", "lora_requests_info", text, time.time())
 
 
 @dataclass(eq=False)

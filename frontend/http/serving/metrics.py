@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from quire.frontend.engine.answers import OutputDelta
@@ -273,15 +273,12 @@ class _FrontEndCollector(Collector):
         names, totals = self._names, iter(self._values.totals())
         for name, text, label, labels in COUNTERS:
             found = {each: next(totals) for each in labels}
-            if label:
-                yield names.by_label(CounterMetricFamily, name, text, label, found)
-            else:
-                yield names.counter(name, text, found[""])
+            yield names.metric("counter", name, text, found if label else found[""], label)
         for name, text in GAUGES:
-            yield names.gauge(name, text, next(totals))
+            yield names.metric("gauge", name, text, next(totals))
         for name, text, bounds in HISTOGRAMS:
             counts = [int(next(totals)) for _ in range(len(bounds) + 1)]
-            yield names.histogram(name, text, Histogram(list(bounds), counts, next(totals)))
+            yield names.metric("histogram", name, text, Histogram(list(bounds), counts, next(totals)))
 
     def describe(self) -> list[Metric]:
         return []
