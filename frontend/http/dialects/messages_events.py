@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.http.dialects.messages_body import MessagesRequest
 from quire.frontend.http.dialects.parts import Dropped, Part, read_parts, whole_parts
 from quire.frontend.http.routes.conversation import AnswerReader, tool_of
 from quire.frontend.http.routes.formatter import Collected, Usage
+from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
 from quire.frontend.http.serving.sse import EventStyle
 from quire.protocol.wire.timeline import TimelineEvent
@@ -19,92 +19,14 @@ UNSIGNED = "unsigned"
 """Signature of a thought. Clients refuse or drop a thought without one; this server needs none."""
 
 
-class MessageUsage(msgspec.Struct, frozen=True):
-    """``input_tokens`` are those of the prompt that were not in the prefix cache."""
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "thought": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Type of a delta, and the member with its text, by kind of part."""
 
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class TextBlock(msgspec.Struct, frozen=True, tag="text"):
-    text: str
-
-
-class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
-    thinking: str
-    signature: str
-
-
-class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
-    id: str
-    name: str
-    input: msgspec.Raw
-
-
-Block = TextBlock | ThinkingBlock | ToolUseBlock
-
-
-class AnthropicMessage(msgspec.Struct, frozen=True):
-    id: str
-    model: str
-    content: list[Block]
-    stop_reason: str | UnsetType
-    stop_sequence: str | UnsetType
-    usage: MessageUsage
-    type: str = "message"
-    role: str = "assistant"
-    timeline: list[TimelineEvent] | UnsetType = UNSET
-
-
-class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
-    message: AnthropicMessage
-
-
-class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
-    index: int
-    content_block: Block
-
-
-class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
-    text: str
-
-
-class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
-    thinking: str
-
-
-class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
-    signature: str
-
-
-class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
-    partial_json: str
-
-
-class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
-    index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
-
-
-class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
-    index: int
-
-
-class StopFields(msgspec.Struct, frozen=True):
-    stop_reason: str
-    stop_sequence: str | UnsetType
-
-
-class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
-    delta: StopFields
-    usage: MessageUsage
-    timeline: list[TimelineEvent] | UnsetType = UNSET
-
-
-class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
-    pass
+Fields = dict[str, Any]
 
 
 class MessageFormatter:
@@ -127,18 +49,17 @@ class MessageFormatter:
         if not self._started:
             self._started = True
             # The first delta's tokens are counted at the end.
-            message = self._message([], UNSET, UNSET, self._usage(delta.num_cached_tokens, 0))
-            frames.append(_event("message_start", MessageStart(message)))
+            message = self._message([], {}, self._usage(delta.num_cached_tokens, 0), None)
+            frames.append(_event("message_start", message=message))
         last = delta.finish_reason is not None
         for part in read_parts(self._reader.push(delta.text, last=last)):
             frames += self._add(part)
         if last:
             frames += self._close()
-            reason, sequence = self._stop(delta.finish_reason, delta.stop_reason, delta.num_output_tokens)
+            ended = self._stop(delta.finish_reason, delta.stop_reason, delta.num_output_tokens)
             counts = self._usage(delta.num_cached_tokens, delta.num_output_tokens)
-            ended = MessageDelta(StopFields(reason, sequence), counts, delta.timeline or UNSET)
-            frames.append(_event("message_delta", ended))
-            frames.append(_event("message_stop", MessageStop()))
+            frames.append(_event("message_delta", delta=ended, usage=counts, **_timeline(delta.timeline)))
+            frames.append(_event("message_stop"))
         return b"".join(frames)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -151,10 +72,10 @@ class MessageFormatter:
         (answer,) = answers
         parts = whole_parts(self._reader.push("".join(answer.texts), last=True))
         self._calls = {part.index for part in parts if part.kind == "call"}
-        reason, sequence = self._stop(answer.finish_reason, answer.stop_reason, usage.completion_tokens)
+        ended = self._stop(answer.finish_reason, answer.stop_reason, usage.completion_tokens)
         counts = self._usage(usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
-        message = self._message([_block(part) for part in parts if part.text], reason, sequence, counts)
-        return msgspec.json.encode(msgspec.structs.replace(message, timeline=answer.timeline or UNSET))
+        blocks = [_block(part) for part in parts if part.text]
+        return msgspec.json.encode(self._message(blocks, ended, counts, answer.timeline))
 
     def _add(self, part: Part | Dropped) -> list[bytes]:
         """Return the events of a part: the start of a block, if it begins one, and a delta."""
@@ -167,10 +88,12 @@ class MessageFormatter:
             self._index += 1
             if part.kind == "call":
                 self._calls.add(part.index)
-            frames.append(_event("content_block_start", BlockStart(self._index, _empty_block(part))))
+            frames.append(_event("content_block_start", index=self._index, content_block=_empty_block(part)))
+            kind, member = DELTAS[part.kind]
+            self._deltas = TextTemplate(lambda text: self._delta({"type": kind, member: text}))
         self._open = part
         if part.text:
-            frames.append(_event("content_block_delta", BlockDelta(self._index, _delta(part))))
+            frames.append(self._deltas.fill(part.text))
         return frames
 
     def _close(self) -> list[bytes]:
@@ -179,73 +102,74 @@ class MessageFormatter:
             return []
         frames: list[bytes] = []
         if self._open.kind == "thought":
-            frames.append(_event("content_block_delta", BlockDelta(self._index, SignatureDelta(UNSIGNED))))
+            frames.append(self._delta({"type": "signature_delta", "signature": UNSIGNED}))
         self._open = None
-        return [*frames, _event("content_block_stop", BlockStop(self._index))]
+        return [*frames, _event("content_block_stop", index=self._index)]
 
-    def _stop(
-        self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int
-    ) -> tuple[str, str | UnsetType]:
-        """Return ``stop_reason`` and ``stop_sequence``: left out, as some clients refuse null."""
+    def _delta(self, delta: Fields) -> bytes:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+    def _stop(self, finish_reason: str | None, stop_reason: int | str | None, num_tokens: int) -> Fields:
+        """Return ``stop_reason`` and, if one ended it, ``stop_sequence``: some clients refuse null."""
         match finish_reason:
             case "length":
                 full = num_tokens < self._max_tokens
-                return "model_context_window_exceeded" if full else "max_tokens", UNSET
+                return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens"}
             case "stop" if isinstance(stop_reason, str):
-                return "stop_sequence", stop_reason
+                return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
             case "stop" if self._calls:
-                return "tool_use", UNSET
+                return {"stop_reason": "tool_use"}
             case _:
-                return "end_turn", UNSET
+                return {"stop_reason": "end_turn"}
 
-    def _usage(self, num_cached: int, num_output: int) -> MessageUsage:
-        return MessageUsage(self._num_prompt_tokens - num_cached, 0, num_cached, num_output)
+    def _usage(self, num_cached: int, num_output: int) -> Fields:
+        """Return the token counts; those of the input are without what was in the prefix cache."""
+        found = {"input_tokens": self._num_prompt_tokens - num_cached, "cache_creation_input_tokens": 0}
+        return {**found, "cache_read_input_tokens": num_cached, "output_tokens": num_output}
 
     def _message(
-        self, content: list[Block], reason: str | UnsetType, sequence: str | UnsetType, usage: MessageUsage
-    ) -> AnthropicMessage:
-        return AnthropicMessage(self.request_id, self._model, content, reason, sequence, usage)
+        self, content: list[Fields], ended: Fields, usage: Fields, timeline: list[TimelineEvent] | None
+    ) -> Fields:
+        fields = {"id": self.request_id, "model": self._model, "content": content, **ended, "usage": usage}
+        return {**fields, "type": "message", "role": "assistant", **_timeline(timeline)}
+
+
+def _timeline(events: list[TimelineEvent] | None) -> Fields:
+    return {"timeline": events} if events else {}
 
 
 def frame(name: str, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
-def _event(name: str, event: msgspec.Struct) -> bytes:
-    return frame(name, msgspec.json.encode(event))
+def _event(name: str, **fields: Any) -> bytes:
+    return frame(name, msgspec.json.encode({"type": name, **fields}))
 
 
-def _empty_block(part: Part) -> Block:
+def _empty_block(part: Part) -> Fields:
     match part.kind:
         case "text":
-            return TextBlock("")
+            return {"type": "text", "text": ""}
         case "thought":
-            return ThinkingBlock("", "")
+            return {"type": "thinking", "thinking": "", "signature": ""}
         case "call":
-            return ToolUseBlock(part.id or new_call_id(), part.name, msgspec.Raw(b"{}"))
+            return _tool_use(part, b"{}")
 
 
-def _delta(part: Part) -> TextDelta | ThinkingDelta | InputDelta:
+def _block(part: Part) -> Fields:
     match part.kind:
-        case "text":
-            return TextDelta(part.text)
         case "thought":
-            return ThinkingDelta(part.text)
-        case "call":
-            return InputDelta(part.text)
-
-
-def _block(part: Part) -> Block:
-    match part.kind:
-        case "text":
-            return TextBlock(part.text)
-        case "thought":
-            return ThinkingBlock(part.text, UNSIGNED)
+            return {"type": "thinking", "thinking": part.text, "signature": UNSIGNED}
         case "call" if _is_object(part.text):
-            return ToolUseBlock(part.id or new_call_id(), part.name, msgspec.Raw(part.text.encode()))
-        case "call":
-            # Arguments that were cut off. An input must be an object, and an empty one would be taken for the call's.
-            return TextBlock(part.text)
+            return _tool_use(part, part.text.encode())
+        case _:
+            # Also arguments that were cut off: an input must be an object, and an empty one would be taken for theirs.
+            return {"type": "text", "text": part.text}
+
+
+def _tool_use(part: Part, arguments: bytes) -> Fields:
+    call_id = part.id or new_call_id()
+    return {"type": "tool_use", "id": call_id, "name": part.name, "input": msgspec.Raw(arguments)}
 
 
 def _is_object(text: str) -> bool:

@@ -1,7 +1,8 @@
 """Output items of the Responses API while they are written: their events, and the finished item."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -15,18 +16,26 @@ Events = list[tuple[str, dict[str, Any]]]
 """Types of events, and their fields beside the item's place and the number."""
 
 
-class OpenItem(Protocol):
+class OpenItem(ABC):
     """An item that is being written. ``item``: the finished item, after ``end``."""
 
-    item: dict[str, Any]
+    def __init__(self, item_id: str, kind: str, **fields: Any) -> None:
+        self.item = {"id": item_id, "type": kind, "status": "in_progress", **fields}
+        self._texts: list[str] = []
 
-    def begin(self) -> Events: ...
+    def begin(self) -> Events:
+        return [("response.output_item.added", {"item": self.item})]
 
+    @abstractmethod
     def add(self, text: str, logprobs: Sequence[ContentLogprob]) -> Events: ...
 
+    @abstractmethod
     def end(self, status: str) -> Events:
         """Return the last events. ``status``: completed, or incomplete for an item that was cut off."""
-        ...
+
+    def _finish(self, status: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        self.item = {**self.item, "status": status, **fields}
+        return "response.output_item.done", {"item": self.item}
 
 
 NewId = Callable[[str], str]
@@ -41,87 +50,70 @@ def new_item(part: Part, tool: ToolName, seals_thoughts: bool, new_id: NewId) ->
     """
     match part.kind:
         case "text":
-            return _MessageItem(new_id)
+            return _TextItem(new_id("msg_"), "message", role="assistant", content=[])
         case "thought":
-            return _ThoughtItem(new_id, seals_thoughts)
+            return _ThoughtItem(new_id("rs_"), "reasoning", summary=[], content=[], seals=seals_thoughts)
         case "call" if tool.is_custom:
-            return _CustomCallItem(new_id, tool, part.id)
+            return _CustomCallItem(new_id("ctc_"), tool, part.id)
         case "call":
-            return _CallItem(new_id, tool, part.id)
+            return _CallItem(new_id("fc_"), "function_call", **_call(tool, part.id), arguments="")
 
 
-class _MessageItem:
-    def __init__(self, new_id: NewId) -> None:
-        self.item = _begun(new_id("msg_"), "message", role="assistant", content=[])
-        self._texts: list[str] = []
+class _TextItem(OpenItem):
+    """The text of an answer, which is sent as it comes."""
+
+    kind = "output_text"
+
+    def __init__(self, item_id: str, kind: str, **fields: Any) -> None:
+        super().__init__(item_id, kind, **fields)
         self._logprobs: list[ContentLogprob] = []
-        self._place = {"item_id": self.item["id"], "content_index": 0}
+        self._place = {"item_id": item_id, "content_index": 0}
 
     def begin(self) -> Events:
-        return [
-            ("response.output_item.added", {"item": self.item}),
-            ("response.content_part.added", {**self._place, "part": self._part()}),
-        ]
+        return [*super().begin(), ("response.content_part.added", {**self._place, "part": self._part()})]
 
     def add(self, text: str, logprobs: Sequence[ContentLogprob]) -> Events:
         self._texts.append(text)
         self._logprobs += logprobs
-        return [("response.output_text.delta", {**self._place, "delta": text, "logprobs": logprobs})]
+        return [(f"response.{self.kind}.delta", {**self._place, "delta": text, **self._beside(logprobs)})]
 
     def end(self, status: str) -> Events:
         part = self._part()
-        self.item = {**self.item, "status": status, "content": [part]}
+        done = {**self._place, "text": part["text"], **self._beside(self._logprobs)}
         return [
-            ("response.output_text.done", {**self._place, "text": part["text"], "logprobs": self._logprobs}),
+            (f"response.{self.kind}.done", done),
             ("response.content_part.done", {**self._place, "part": part}),
-            ("response.output_item.done", {"item": self.item}),
+            self._finish(status, content=[part]),
         ]
+
+    def _beside(self, logprobs: Sequence[ContentLogprob]) -> dict[str, Any]:
+        """Return what events have beside the text."""
+        return {"logprobs": logprobs}
 
     def _part(self) -> dict[str, Any]:
         text = "".join(self._texts)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {"type": self.kind, "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
 
-class _ThoughtItem:
-    def __init__(self, new_id: NewId, seals: bool) -> None:
+class _ThoughtItem(_TextItem):
+    kind = "reasoning_text"
+
+    def __init__(self, item_id: str, kind: str, *, seals: bool, **fields: Any) -> None:
+        super().__init__(item_id, kind, **fields)
         self._seals = seals
-        self.item = _begun(new_id("rs_"), "reasoning", summary=[], content=[])
-        self._texts: list[str] = []
-        self._place = {"item_id": self.item["id"], "content_index": 0}
 
-    def begin(self) -> Events:
-        return [
-            ("response.output_item.added", {"item": self.item}),
-            ("response.content_part.added", {**self._place, "part": self._part()}),
-        ]
+    def _finish(self, status: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        sealed = {"encrypted_content": sealed_thought("".join(self._texts))} if self._seals else {}
+        return super()._finish(status, **fields, **sealed)
 
-    def add(self, text: str, logprobs: Sequence[ContentLogprob]) -> Events:
-        self._texts.append(text)
-        return [("response.reasoning_text.delta", {**self._place, "delta": text})]
-
-    def end(self, status: str) -> Events:
-        part = self._part()
-        self.item = {**self.item, "status": status, "content": [part]}
-        if self._seals:
-            self.item["encrypted_content"] = sealed_thought(part["text"])
-        return [
-            ("response.reasoning_text.done", {**self._place, "text": part["text"]}),
-            ("response.content_part.done", {**self._place, "part": part}),
-            ("response.output_item.done", {"item": self.item}),
-        ]
+    def _beside(self, logprobs: Sequence[ContentLogprob]) -> dict[str, Any]:
+        return {}
 
     def _part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": "".join(self._texts)}
+        return {"type": self.kind, "text": "".join(self._texts)}
 
 
-class _CallItem:
-    def __init__(self, new_id: NewId, tool: ToolName, call_id: str) -> None:
-        self.item = _begun(new_id("fc_"), "function_call", **_call(tool, call_id), arguments="")
-        self._texts: list[str] = []
-
-    def begin(self) -> Events:
-        return [("response.output_item.added", {"item": self.item})]
-
+class _CallItem(OpenItem):
     def add(self, text: str, logprobs: Sequence[ContentLogprob]) -> Events:
         if not text:
             return []
@@ -130,38 +122,28 @@ class _CallItem:
 
     def end(self, status: str) -> Events:
         arguments = "".join(self._texts)
-        self.item = {**self.item, "status": status, "arguments": arguments}
         done = {"item_id": self.item["id"], "name": self.item["name"], "arguments": arguments}
-        return [
-            ("response.function_call_arguments.done", done),
-            ("response.output_item.done", {"item": self.item}),
-        ]
+        return [("response.function_call_arguments.done", done), self._finish(status, arguments=arguments)]
 
 
-class _CustomCallItem:
+class _CustomCallItem(OpenItem):
     """The call of a custom tool. Its text is the one argument of a function, so it is sent when that is complete."""
 
-    def __init__(self, new_id: NewId, tool: ToolName, call_id: str) -> None:
-        self.item = _begun(new_id("ctc_"), "custom_tool_call", **_call(tool, call_id), input="")
+    def __init__(self, item_id: str, tool: ToolName, call_id: str) -> None:
+        super().__init__(item_id, "custom_tool_call", **_call(tool, call_id), input="")
         self._is_raw = tool.is_raw
-        self._texts: list[str] = []
-
-    def begin(self) -> Events:
-        return [("response.output_item.added", {"item": self.item})]
 
     def add(self, text: str, logprobs: Sequence[ContentLogprob]) -> Events:
         self._texts.append(text)
         return []
 
     def end(self, status: str) -> Events:
-        text = "".join(self._texts)
+        text, place = "".join(self._texts), {"item_id": self.item["id"]}
         text = text if self._is_raw else _custom_input(text)
-        self.item = {**self.item, "status": status, "input": text}
-        place = {"item_id": self.item["id"]}
         return [
             ("response.custom_tool_call_input.delta", {**place, "delta": text}),
             ("response.custom_tool_call_input.done", {**place, "input": text}),
-            ("response.output_item.done", {"item": self.item}),
+            self._finish(status, input=text),
         ]
 
 
@@ -173,10 +155,6 @@ def _custom_input(arguments: str) -> str:
         return arguments
     text = found.get("input") if isinstance(found, dict) else None
     return text if isinstance(text, str) else arguments
-
-
-def _begun(item_id: str, kind: str, **fields: Any) -> dict[str, Any]:
-    return {"id": item_id, "type": kind, "status": "in_progress", **fields}
 
 
 def _call(tool: ToolName, call_id: str) -> dict[str, str]:
