@@ -5,13 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
 import zmq.asyncio
 
-from quire.frontend.engine.engine_client import Sequence, Update
+from quire.frontend.engine.engine_client import Sequence
 from quire.frontend.engine.scheduler_link import Readers, SchedulerLink
 from quire.frontend.engine.streams import Stream
 from quire.protocol.errors import InvalidRequest
@@ -21,39 +20,6 @@ from quire.protocol.wire.front_end_messages import AddRequest, Control, EngineSt
 from quire.protocol.wire.link_messages import Message
 
 HEARTBEAT_S = 1.0
-
-
-class StreamOwner(Protocol):
-    """What ends a stream: the session of one engine, or all engines."""
-
-    def stop_at(self, stream: Stream, num_output_tokens: int) -> None: ...
-
-    def abort(self, stream: Stream) -> None: ...
-
-    def calls_tool(self, stream: Stream, tool: str) -> None: ...
-
-
-class ZmqSequence:
-    """One answer in flight; see ``engine_client.Sequence``."""
-
-    def __init__(self, owner: StreamOwner, stream: Stream) -> None:
-        self.request_id = stream.request_id
-        self.take: Callable[[], Update | None] = stream.take
-        self._owner = owner
-        self.stream = stream
-
-    @property
-    def engines(self) -> str:
-        return self.stream.engines
-
-    def stop_at(self, num_output_tokens: int) -> None:
-        self._owner.stop_at(self.stream, num_output_tokens)
-
-    def abort(self) -> None:
-        self._owner.abort(self.stream)
-
-    def calls_tool(self, tool: str) -> None:
-        self._owner.calls_tool(self.stream, tool)
 
 
 class SubmittingClient(ABC):
@@ -80,15 +46,15 @@ class SubmittingClient(ABC):
         """Whether no scheduler keeps up with the messages."""
 
     @abstractmethod
-    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> Stream:
         """Submit a request; ``parent``: as of ``Session.add``."""
 
     async def add(
         self, request: AddRequest, on_update: Callable[[], None], *, parent: Sequence | None = None, num_shared: int = 0
-    ) -> ZmqSequence:
+    ) -> Stream:
         if self.is_full:
             raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
-        root = parent.stream if isinstance(parent, ZmqSequence) else None
+        root = parent if isinstance(parent, Stream) else None
         if root is not None and num_shared:
             shared = np.array(root.tokens[:num_shared], np.int32)
             request = msgspec.structs.replace(request, output_token_ids=shared)
@@ -153,10 +119,10 @@ class ZmqEngineClient(SubmittingClient):
     def is_full(self) -> bool:
         return self._link.is_full
 
-    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> Stream:
         stream = self._session.add(request, on_update, parent)
         self._idle.clear()
-        return ZmqSequence(self._session, stream)
+        return stream
 
     async def statistics_by_engine(self) -> dict[int, Statistics]:
         self._session.require_alive()

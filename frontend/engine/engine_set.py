@@ -111,7 +111,7 @@ class EngineSet:
             raise InvalidRequest("request_id is in use", "request_id", "duplicate_request_id")
         if not self._streams:
             self._progress_at = self._clock()  # no token was expected until now
-        stream = Stream(request, on_update, parent, self._forget)
+        stream = Stream(request, on_update, parent, self, self._forget)
         self._waiting.adopt(stream)
         first = None if parent is None else self._streams.get(parent.request_id)
         self._next_ticket += 1

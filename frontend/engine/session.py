@@ -180,7 +180,7 @@ class Session:
             EngineError: the engine has failed.
         """
         self.require_alive()
-        stream = Stream(request, on_update, parent)
+        stream = Stream(request, on_update, parent, self)
         self.adopt(stream)
         return stream
 

@@ -12,7 +12,7 @@ import msgspec
 import zmq.asyncio
 
 from quire.frontend.engine.block_keys import BlockKeys
-from quire.frontend.engine.client import SubmittingClient, ZmqSequence, beat_each_second
+from quire.frontend.engine.client import SubmittingClient, beat_each_second
 from quire.frontend.engine.engine_set import EngineSet
 from quire.frontend.engine.merge import merge_statistics
 from quire.frontend.engine.router_link import RouterLink
@@ -201,12 +201,12 @@ class SeveralEnginesClient(SubmittingClient):
 
     # ---- requests and questions
 
-    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> ZmqSequence:
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> Stream:
         self._set.require_alive()
         keys = b""
         if self._keys is not None and parent is None:
             keys = await self._keys.of(request, self._set.engines.block_size)
-        return ZmqSequence(self._set, self._set.add(request, on_update, parent, keys))
+        return self._set.add(request, on_update, parent, keys)
 
     async def statistics_by_engine(self) -> dict[int, Statistics]:
         self._set.require_alive()

@@ -5,6 +5,7 @@ Both clients use it: the asynchronous one (HTTP) and the blocking one (offline A
 
 from array import array
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -18,8 +19,18 @@ from quire.protocol.wire.side_rows import SIDE_KINDS, Rows, RowsOf, SideKind, Si
 from quire.protocol.wire.timeline import TimelineEvent
 
 
+class StreamOwner(Protocol):
+    """What ends a stream: the session of one engine, or all engines."""
+
+    def stop_at(self, stream: "Stream", num_output_tokens: int) -> None: ...
+
+    def abort(self, stream: "Stream") -> None: ...
+
+    def calls_tool(self, stream: "Stream", tool: str) -> None: ...
+
+
 class Stream:
-    """One answer in flight: its request, all tokens received, and the unread update.
+    """One answer in flight: its request, all tokens received, and the unread update. See ``engine_client.Sequence``.
 
     Attributes:
         request: the request as first submitted, unless that is a fork.
@@ -38,9 +49,9 @@ class Stream:
     """
 
     __slots__ = (
-        "_num_deaths", "_num_taken", "_num_tokens_at_death", "_side", "_update", "admitted", "engines", "error",
-        "handle", "link_number", "muted", "num_cached_tokens", "on_over", "on_update", "over", "parent", "request",
-        "request_id", "timeline", "tokens", "was_introduced",
+        "_num_deaths", "_num_taken", "_num_tokens_at_death", "_owner", "_side", "_update", "admitted", "engines",
+        "error", "handle", "link_number", "muted", "num_cached_tokens", "on_over", "on_update", "over", "parent",
+        "request", "request_id", "timeline", "tokens", "was_introduced",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +59,7 @@ class Stream:
         request: AddRequest,
         on_update: Callable[[], None] | None = None,
         parent: "Stream | None" = None,
+        owner: StreamOwner | None = None,
         on_over: "Callable[[Stream], None] | None" = None,
     ) -> None:
         self.request = request
@@ -58,6 +70,7 @@ class Stream:
         self.link_number = 0
         self._num_deaths = self._num_tokens_at_death = 0
         self.on_update, self.on_over = on_update, on_over
+        self._owner = owner
         self.handle: int | None = None
         self.num_cached_tokens = 0
         self.engines = ""
@@ -84,6 +97,18 @@ class Stream:
         self.over = True
         if self.on_over is not None:
             self.on_over(self)
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        if self._owner is not None:
+            self._owner.stop_at(self, num_output_tokens)
+
+    def abort(self) -> None:
+        if self._owner is not None:
+            self._owner.abort(self)
+
+    def calls_tool(self, tool: str) -> None:
+        if self._owner is not None:
+            self._owner.calls_tool(self, tool)
 
     def take(self) -> Update | None:
         """Return the update since the last call, or None; raise the stream's error if there is one."""

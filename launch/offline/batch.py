@@ -2,7 +2,6 @@
 
 import heapq
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from quire.frontend.engine.answers import Answer, BeamOutput, OutputDelta
 from quire.frontend.engine.job import NO_JOB, Job
 from quire.frontend.engine.session import Session
 from quire.frontend.engine.streams import Stream
+from quire.frontend.engine.terms import Terms
 from quire.frontend.text.logprob import logprob_by_id
 from quire.frontend.text.prompts import ModelLimits, Prompt, fit_params
 from quire.frontend.text.text_in import TextIn
@@ -61,21 +61,6 @@ class BatchRequest:
     job: Job = NO_JOB
 
 
-class OfflineSequence:
-    """The methods of a sequence that an Answer needs without asyncio: ``stop_at`` and ``abort``."""
-
-    def __init__(self, session: Session, stream: Stream) -> None:
-        self.request_id = stream.request_id
-        self.stream = stream
-        self._session = session
-
-    def stop_at(self, num_output_tokens: int) -> None:
-        self._session.stop_at(self.stream, num_output_tokens)
-
-    def abort(self) -> None:
-        self._session.abort(self.stream)
-
-
 @dataclass(slots=True)
 class _Sample:
     """One answer in flight. ``queued``: it has received no token yet, so it may be in the waiting queue."""
@@ -84,7 +69,7 @@ class _Sample:
     prompt: int
     index: int
     answer: Answer
-    sequence: OfflineSequence
+    stream: Stream
     queued: bool = True
 
 
@@ -167,31 +152,20 @@ class Batch:
         if index and params.prompt_logprobs is not None:
             # Only a prompt's first answer computes these, so that the other answers can hit the prefix cache.
             params, fitted = (msgspec.structs.replace(each, prompt_logprobs=None) for each in (params, fitted))
-        is_last = request.job.is_last_step and all(other != prompt for _, other, _ in self._to_submit)
-        added = AddRequest(
-            request_id,
-            request.prompt.token_ids,
-            fitted,
-            seed_for_sample(self._seeds[prompt], index),
-            priority=request.priority,
-            arrival=time.monotonic(),
-            adapter=request.adapter,
-            job_id=request.job.id,
-            is_last_step=is_last,
-            hint=request.job.hint,
-        )
+        is_last = all(other != prompt for _, other, _ in self._to_submit)
+        terms, seed = Terms(request.priority, "", request.job, 0, request.adapter), self._seeds[prompt]
+        added = terms.request(request_id, request.prompt, fitted, seed_for_sample(seed, index), is_last=is_last)
         root = self._roots.get(prompt)
         stream = engine.submit(added, lambda: self._touched.append(request_id), root)
         if root is None or root.over:
             self._roots[prompt] = stream
-        sequence = OfflineSequence(engine.session, stream)
-        answer = Answer(sequence, self._text_in, request.prompt, params)
-        self._open[request_id] = _Sample(order, prompt, index, answer, sequence)
+        answer = Answer(stream, self._text_in, request.prompt, params)
+        self._open[request_id] = _Sample(order, prompt, index, answer, stream)
         self._num_queued += 1
 
     def _advance(self, sample: _Sample, bar: "tqdm[Any]") -> None:
         try:
-            update = sample.sequence.stream.take()
+            update = sample.stream.take()
         except InvalidRequest as refused:
             if refused.code != "queue_full":
                 raise
@@ -219,7 +193,7 @@ class Batch:
         self._end(sample, delta, bar)
 
     def _end(self, sample: _Sample, delta: OutputDelta, bar: "tqdm[Any]") -> None:
-        del self._open[sample.sequence.request_id]
+        del self._open[sample.stream.request_id]
         output = self.outputs[sample.prompt]
         if not sample.index:  # the others may be forks of it, which compute no prompt
             output.num_cached_tokens = delta.num_cached_tokens
@@ -230,7 +204,7 @@ class Batch:
 
     def _put_back(self, sample: _Sample) -> None:
         """Resubmit this request later, once another answer has received an update."""
-        del self._open[sample.sequence.request_id]
+        del self._open[sample.stream.request_id]
         self._leave_queue(sample)
         self._refused = True
         heapq.heappush(self._to_submit, (sample.order, sample.prompt, sample.index))

@@ -244,7 +244,7 @@ class LLM:
         check_int("n", n, 1, MAX_N)
         first = secrets.randbits(64) if seed is None else check_int("seed", seed, -(2**63), 2**64 - 1)
         fork = {"parent": request, "num_shared": num_shared(request, num_tokens, params)}
-        order = request.sequence.stream.request.priority
+        order = request.stream.request.priority
         return [self._calls.begin(request.prompt, params, order, seed_for_sample(first, i), **fork) for i in range(n)]
 
     def embed(

@@ -1,6 +1,5 @@
 """One call of the offline API for vectors or scores: a bounded number of its inputs is in the engine at a time."""
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from tqdm import tqdm
 
 from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.streams import Stream
+from quire.frontend.engine.terms import Terms
 from quire.frontend.text.pooling.inputs import for_prompt
 from quire.frontend.text.prompts import Prompt
 from quire.launch.offline.batch import MAX_SUBMITTED, BlockingEngine
@@ -19,7 +19,6 @@ from quire.launch.offline.pooling_output import PoolingRequestOutput
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.pooling_params import NO_SAMPLING, PoolingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import AddRequest
 
 Rows = npt.NDArray[np.float32]
 RowsOutput = PoolingRequestOutput[Rows]
@@ -96,16 +95,11 @@ class PooledBatch:
 
     def _start(self, index: int, prompt: Prompt) -> None:
         inputs = self.inputs
-        request = AddRequest(
-            f"offline-{inputs.first_number + index}",
-            prompt.token_ids,
-            NO_SAMPLING,
-            0,
-            priority=inputs.priorities[index],
-            arrival=time.monotonic(),
-            adapter=inputs.adapters[index],
-            pooling=for_prompt(inputs.params, prompt),
+        terms, params = (
+            Terms(inputs.priorities[index], adapter=inputs.adapters[index]),
+            for_prompt(inputs.params, prompt),
         )
+        request = terms.request(f"offline-{inputs.first_number + index}", prompt, NO_SAMPLING, 0, pooling=params)
         output = RowsOutput(request.request_id, prompt.text, prompt.token_ids.tolist())
         self._open[index] = self.engine.submit(request, lambda: self._ready.append(index)), output, prompt
 

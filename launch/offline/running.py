@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.frontend.engine.answers import Answer
+from quire.frontend.engine.streams import Stream
 from quire.frontend.text.prompts import Prompt, fit_params
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts
-from quire.launch.offline.batch import OfflineSequence
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.request_output import CompletionOutput, append_delta
 from quire.protocol.errors import InvalidRequest
@@ -40,19 +40,19 @@ class RunningRequest:
     def __init__(
         self,
         reading: Reading,
-        sequence: OfflineSequence,
+        stream: Stream,
         prompt: Prompt,
         params: SamplingParams,
         parent: "RunningRequest | None" = None,
     ) -> None:
         """``parent``: the request whose first tokens it begins with, which are read at once."""
-        self.request_id = sequence.request_id
+        self.request_id = stream.request_id
         self.prompt = prompt
         self.params = params
         self.output = CompletionOutput(0)
-        self.sequence = sequence
+        self.stream = stream
         self.reading = reading
-        self._answer = Answer(sequence, reading.text_in, prompt, params)
+        self._answer = Answer(stream, reading.text_in, prompt, params)
         if parent is not None:
             self._take()
             self._copy_logprobs(parent.output)
@@ -83,12 +83,12 @@ class RunningRequest:
         """End the request now, with the finish reason abort. No effect if it has been read to its end."""
         if not self.finished:
             with self.reading.engine.turn():
-                self.sequence.abort()
+                self.stream.abort()
             self.output.finish_reason = "abort"
 
     def _take(self) -> bool:
         """Add what has arrived to the output; return whether there was anything."""
-        update = self.sequence.stream.take()
+        update = self.stream.take()
         if update is None:
             return False
         delta = self._answer.assemble(update)
@@ -151,8 +151,8 @@ def begin(
     if parent is not None and parent.reading.engine is not reading.engine:
         raise InvalidRequest(f"request {parent.request_id} belongs to another LLM", "request")
     if parent is not None:
-        adapter = parent.sequence.stream.request.adapter
-    root = None if parent is None else parent.sequence.stream
+        adapter = parent.stream.request.adapter
+    root = None if parent is None else parent.stream
     shared = root.tokens[:num_shared] if root is not None and num_shared else None
     request = AddRequest(
         request_id,
@@ -165,4 +165,4 @@ def begin(
         adapter=adapter,
     )
     stream = reading.engine.submit(request, lambda: None, root)
-    return RunningRequest(reading, OfflineSequence(reading.engine.session, stream), prompt, params, parent)
+    return RunningRequest(reading, stream, prompt, params, parent)
