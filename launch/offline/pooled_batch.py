@@ -95,11 +95,9 @@ class PooledBatch:
 
     def _start(self, index: int, prompt: Prompt) -> None:
         inputs = self.inputs
-        terms, params = (
-            Terms(inputs.priorities[index], adapter=inputs.adapters[index]),
-            for_prompt(inputs.params, prompt),
-        )
-        request = terms.request(f"offline-{inputs.first_number + index}", prompt, NO_SAMPLING, 0, pooling=params)
+        name, params = f"offline-{inputs.first_number + index}", for_prompt(inputs.params, prompt)
+        terms = Terms(inputs.priorities[index], adapter=inputs.adapters[index])
+        request = terms.request(name, prompt, NO_SAMPLING, 0, pooling=params)
         output = RowsOutput(request.request_id, prompt.text, prompt.token_ids.tolist())
         self._open[index] = self.engine.submit(request, lambda: self._ready.append(index)), output, prompt
 

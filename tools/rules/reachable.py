@@ -29,6 +29,8 @@ OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to
 OTHER |= {"Header", "StepSnapshot"}  # lines that other schedulers' traces have too, for their programs and for people
 MOST_ROWS = 21
 
+METRIC = re.compile(r"^(?:gauge|counter|histogram) (?:\w+ = )?([\w.]+)", re.MULTILINE)
+"""A row in the tables of frontend/http/serving/engine_metrics.py, with the path of its value."""
 Place = tuple[str, str]  # of a definition: path of the module, and name
 Calls = dict[str, list[str | int]]
 """For each called name, the keywords and positions that some call passes; "**" and "*" mean any."""
@@ -73,8 +75,9 @@ def facts(source: Source) -> dict[str, Any]:
 def _reads(source: Source) -> set[str]:
     """Return the attributes that the file reads, and its texts that may be names of some."""
     read = {n.attr for n in source.nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    texts = (n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    texts = [n.value for n in source.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     read |= {text for text in texts if text.isidentifier()}
+    read |= {name for text in texts for path in METRIC.findall(text) for name in path.split(".")}
     return read | {name for n in source.nodes if isinstance(n, ast.MatchClass) for name in n.kwd_attrs}
 
 
