@@ -79,15 +79,15 @@ nightly: install-dev ## run all harnesses, fuzzers and clients of tests/nightly 
 		run $(BIN)/python -P tests/nightly/acceptance/run.py $$(echo $$each | tr , ' '); done; \
 	for each in $(FUZZERS); do run $(BIN)/python -P tests/nightly/acceptance/fuzz_$$each.py --seconds 1200; done; \
 	run $(BIN)/python -P tests/simulation/run.py --jobs 2 --seeds 100000 --seconds 1800; \
-	run $(BIN)/pytest -m "" tests/nightly/clients tests/nightly/gpu tests/nightly/traces; \
+	run $(BIN)/pytest -m "" tests/nightly/browser tests/nightly/clients tests/nightly/gpu tests/nightly/traces; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# The report of `quire replay --html` is opened in an installed browser, or else in Debian's chromium, installed here.
-test-browser: install-dev ## test the HTML report of a replay in a real browser
+# The pages are opened in an installed browser, or else in Debian's chromium, installed here.
+test-browser: install-dev ## test the page at / and the HTML report of a replay in a real browser
 	command -v chromium || command -v google-chrome || { \
 		sudo=$$(test "$$(id -u)" = 0 || command -v sudo); \
 		$$sudo apt-get update -q && $$sudo apt-get install -q -y --no-install-recommends chromium fonts-dejavu-core; }
-	$(PYTEST) -m slow tests/replay/test_html_browser.py
+	$(PYTEST) -m slow tests/nightly/browser
 
 # Needs the package registries of Python and node; docs/clients.md has the results. Missing clients are skipped.
 test-clients: install-dev ## test the newest releases of clients, each installed into .clients

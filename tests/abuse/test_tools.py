@@ -1,7 +1,6 @@
 """Malicious tools, and outputs that are slow to parse."""
 
 import itertools
-import json
 import time
 from typing import Any
 
@@ -148,13 +147,3 @@ def test_earlier_calls_of_any_form(app: AbusedApp) -> None:
         response = app.chat(messages=messages)
         assert response.status_code in (200, 400)
         assert response.status_code == 200 or check_error(response)["param"].startswith("messages")
-
-
-def test_special_tokens_in_tools_stay_text(app: AbusedApp) -> None:
-    spelt = [tool(description="<|im_end|>", parameters={"properties": {"<|im_start|>": {"title": "<|endoftext|>"}}})]
-    plain = [tool(description="x", parameters={"properties": {"y": {"title": "z"}}})]
-    count = [
-        sum(token <= 2 for token in app.post("/tokenize", {"messages": MESSAGES, "tools": tools}).json()["tokens"])
-        for tools in (spelt, plain)
-    ]
-    assert count[0] == count[1], json.dumps(spelt)

@@ -225,68 +225,6 @@ def test_messages_open_no_thoughts(make_client: Any, engine: Any, role: str) -> 
         assert (message["content"], "reasoning" in message) == (engine.reply, False)
 
 
-ANTHROPIC_TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("weather", "clock")]
-RESPONSES_TOOLS = [
-    {"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("weather", "clock")
-]
-
-
-class TestOtherApis:
-    """The same answers in the forms of the Messages and Responses APIs."""
-
-    @pytest.fixture
-    def ask(self, make_client: Any) -> Any:
-        def ask(path: str, **fields: Any) -> Any:
-            if path == "messages":
-                body = {"max_tokens": 1000, "messages": [{"role": "user", "content": "a"}], "tools": ANTHROPIC_TOOLS}
-            else:
-                body = {"input": "a", "tools": RESPONSES_TOOLS}
-            response = make_client().post(f"/v1/{path}", {"model": "tiny", **body, **fields})
-            assert response.status_code == 200
-            return response
-
-        return ask
-
-    def test_messages(self, ask: Any, engine: Any) -> None:
-        engine.reply = f"<think>well</think>I look.\n{CALL_TEXT}"
-        message = ask("messages").json()
-        assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
-        assert [(block["name"], block["input"]) for block in message["content"][2:]] == CALLS
-        assert message["stop_reason"] == "tool_use"
-
-    def test_stop_sequences_act_on_the_answer(self, ask: Any, engine: Any) -> None:
-        engine.reply = "<think>a STOP b</think>yes STOP no"
-        message = ask("messages", stop_sequences=["STOP"]).json()
-        assert [block.get("thinking", block.get("text")) for block in message["content"]] == ["a STOP b", "yes "]
-        assert message["stop_reason"] == "stop_sequence"
-
-    def test_responses(self, ask: Any, engine: Any) -> None:
-        engine.reply = f"<think>well</think>I look.\n{CALL_TEXT}"
-        output = ask("responses").json()["output"]
-        assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
-        assert [(item["name"], json.loads(item["arguments"])) for item in output[2:]] == CALLS
-
-    @pytest.mark.parametrize("per_update", [1, 1000])
-    def test_malformed_calls(self, ask: Any, engine: Any, per_update: int) -> None:
-        text = '<tool_call>{"name": "clock", "arguments": {x}}</tool_call> so'
-        engine.reply, engine.per_update = text, per_update
-        message = ask("messages").json()
-        assert [block.get("text") for block in message["content"]] == [text]
-        assert message["stop_reason"] == "end_turn"
-        assert [item["type"] for item in ask("responses").json()["output"]] == ["message"]
-        for path, delta in (("messages", "text_delta"), ("responses", "response.output_text.delta")):
-            lines = ask(path, stream=True).text.split("\n")
-            found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            if path == "messages":
-                assert found[-2]["delta"]["stop_reason"] == "end_turn"
-                found = [event.get("delta", {}) for event in found]
-                assert "".join(event["text"] for event in found if event.get("type") == delta) == text
-                continue
-            assert "".join(event["delta"] for event in found if event["type"] == delta) == text
-            calls = [item for item in found[-1]["response"]["output"] if item["type"] == "function_call"]
-            assert [call["status"] for call in calls] == ["incomplete"] * (per_update == 1)
-
-
 @pytest.mark.parametrize("per_update", [1, 3, 1000])
 @pytest.mark.parametrize("stream", [False, True])
 class TestWithoutParallelCalls:

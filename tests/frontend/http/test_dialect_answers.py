@@ -107,6 +107,13 @@ class TestChosenCalls:
         assert ("Rome}}" in text, stop) == (True, "end_turn")
 
 
+def test_stop_sequences_act_on_the_answer(ask: Any, engine: Any) -> None:
+    engine.reply = "<think>a STOP b</think>yes STOP no"
+    answer = message(ask, stream=False, stop_sequences=["STOP"])
+    assert [block.get("thinking", block.get("text")) for block in answer["content"]] == ["a STOP b", "yes "]
+    assert answer["stop_reason"] == "stop_sequence"
+
+
 def test_second_turn_with_the_unchanged_answer(ask: Any, engine: Any, tokenizer: Any) -> None:
     engine.reply = ANSWER
     first = message(ask, stream=False)

@@ -33,7 +33,6 @@ from quire.protocol.errors import InvalidRequest
 VOCAB, CONTEXT = 420, 256
 USER = {"role": "user", "content": "hello"}
 MESSAGES = [USER]
-TEMPERATURE_RANGE = "temperature must be a number from 0 to 2"
 IDS_RANGE = f"prompt must hold token ids, integers from 0 to {VOCAB - 1}"
 NO_NUMBERS = (
     *('""', '"2"', '"1e3"', '"hot"', '"NaN"', '"null"', "true", "false", "[]", "[1]", "[[]]", "{}", '{"a": 1}'),
@@ -114,12 +113,6 @@ RANGES = [
 
 # (field, value, part of the error message)
 SHARED = [
-    ("n", 129, "n must be an integer from 1 to 128"),
-    ("temperature", 2.1, TEMPERATURE_RANGE),
-    ("top_p", 0, "top_p must be a number above 0 and at most 1"),
-    ("min_p", 1.01, "min_p must be a number from 0 to 1"),
-    ("top_k", -2, "top_k must be an integer from -1 to"),
-    ("seed", 2**65, "seed must be an integer from"),
     ("max_tokens", 257, "integer from 1 to 256 (got 257): this model's " + "maximum context length"),
     ("stop", [""], "stop must be a string of 1 to 1024"),
     ("stop", ["x"] * 10_000, "at most 64 strings"),
@@ -131,16 +124,11 @@ SHARED = [
     ("include_stop_str_in_output", "no", "must be true or false"),
     ("stream", "true", "stream must be true or false"),
     ("stream_options", {"include_usage": True}, "only allowed when stream is true"),
-    ("priority", 2**40, "priority must be an integer from"),
     ("cache_salt", "", "string of 1 to 1024 characters"),
     ("model", 7, "model must be a string"),
-    ("presence_penalty", 3, "presence_penalty must be a number from -2 to 2"),
-    ("frequency_penalty", "x", "frequency_penalty must be a number from -2 to 2"),
     ("logit_bias", {"5": 1, "420": 1}, "(got '420')"),
     ("logit_bias", {"7": 101}, "logit_bias of token 7 must be a number"),
     ("logit_bias", [1], "logit_bias must be an object"),
-    ("repetition_penalty", 0, "repetition_penalty must be a number from 0.01 to 10"),
-    ("min_tokens", -1, "min_tokens must be an integer from 0 to"),
     *[("allowed_token_ids", value, f"0 to {VOCAB - 1}") for value in ([VOCAB], [3, 2**31 - 1])],
     *[("allowed_token_ids", value, "list of 1 to 65536 token ids") for value in ([], [-1], [1.5], ["a"], 7, [True])],
     ("allowed_token_ids", [5] * 100_000, "list of 1 to 65536 token ids"),
@@ -148,8 +136,6 @@ SHARED = [
     *[("bad_words", value, "string of 1 to 256 characters") for value in ([""], [7], ["x" * 257])],
     *[("bad_words", value, "at most 1024 strings") for value in ("word", ["x"] * 100_000, {})],
     ("bad_words", ["ж" * 250], "from 1 to 256 tokens long"),
-    ("prompt_logprobs", 21, "integer from 0 to 20"),
-    ("thinking_token_budget", -1, "thinking_token_budget must be an integer"),
     *[("structured_outputs", value, "exactly one of json, regex") for value in ({}, {"json": {}, "regex": "a"})],
     ("structured_outputs", {"json_object": False}, "exactly one of"),
     ("structured_outputs", {"regex": ""}, "structured_outputs.regex must be a non-empty string"),
@@ -224,10 +210,7 @@ COMPLETION = [
     *[("prompt", value, "either strings or lists") for value in (["a", [1]], [[1], "a"], ["a", 1])],
     ("prompt", ["a"] * 2049, "at most 2048 prompts"),
     ("prompt", None, "prompt is required"),
-    ("logprobs", 21, "logprobs must be an integer from 0 to 20"),
     ("echo", 1, "echo must be true or false"),
-    ("best_of", 0, "best_of must be an integer from 1 to 128"),
-    ("best_of", 129, "best_of must be an integer from 1 to 128"),
     ("suffix", 7, "suffix is not supported: write the whole prompt"),
     ("add_special_tokens", 1, "add_special_tokens must be true or false"),
 ]
@@ -235,9 +218,7 @@ CHAT = [
     *[("messages", value, "messages must be a list of at least one message") for value in ([], "x", 7, {})],
     ("messages", None, "messages is required"),
     ("top_logprobs", 3, "top_logprobs needs logprobs to be true"),
-    ("top_logprobs", 21, "top_logprobs must be an integer from 0 to 20"),
     ("logprobs", 1, "logprobs must be true or false"),
-    ("max_completion_tokens", 0, "max_completion_tokens must be an integer from 1 to 256"),
     ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs must not set messages"),
     ("chat_template_kwargs", {"tokenize": True}, "chat_template_kwargs must not set tokenize"),
     ("chat_template_kwargs", [], "must be an object"),

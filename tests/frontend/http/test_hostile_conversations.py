@@ -6,11 +6,7 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
-from front_end import FrontEnd, post, status_of
-
-from quire.frontend.http.app import make_app
-from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.text.parsing.choose_format import choose_format
+from front_end import FrontEnd
 
 MESSAGE = {"role": "user", "content": "hello"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -29,52 +25,15 @@ CONVERSATIONS = {
 }
 """The field of each path that has the conversation."""
 KEYS = ("mine", "theirs")
-OPEN_CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome' + " and Rome" * 200
 
 
-def texts(value: Any) -> str:
-    """Return all text that a client shows, in the order of the response."""
-    if isinstance(value, list):
-        return "".join(map(texts, value))
-    if not isinstance(value, dict):
-        return ""
-    shown = value.get("text") if value.get("type") in ("text", "output_text") else value.get("content")
-    if isinstance(shown, str):
-        return shown
-    return "".join(texts(value.get(name)) for name in ("choices", "message", "content", "output"))
-
-
-class TestCallThatNeverCloses:
-    @pytest.fixture
-    def ask(self, engine: Any, text_in: Any, client: Any) -> Any:
-        form = choose_format(text_in.special_tokens, "<tool_call>", None)
-        settings = ServerSettings(text_in=text_in, served_model_names=("tiny",), answer_format=form)
-        engine.max_model_len, engine.reply, engine.per_update = 8000, OPEN_CALL, 10
-        return type(client)(make_app(engine, settings)).post
-
-    @pytest.mark.parametrize("path", BODIES)
-    def test_it_comes_back_as_text(self, ask: Any, path: str) -> None:
-        schema = {"type": "object", "properties": {"place": {"type": "string"}}}
-        function = {"name": "weather", "parameters": schema}
-        tool = {
-            "/v1/chat/completions": {"type": "function", "function": function},
-            "/v1/messages": {"name": "weather", "input_schema": schema},
-            "/v1/responses": {"type": "function", **function},
-        }[path]
-        answer = ask(path, {**BODIES[path], "tools": [tool]})
-        assert (answer.status_code, texts(answer.json())) == (200, OPEN_CALL)
-        streamed = ask(path, {**BODIES[path], "tools": [tool], "stream": True})
-        assert streamed.status_code == 200
-        assert json.dumps(" and Rome" * 200)[1:-1] in streamed.text  # the text follows what was sent as a call
-        assert '"status":"failed"' not in streamed.text
-
-    @pytest.mark.parametrize("arguments", ['{"a": ', "", "nothing", "[1]", '"\\ud800"'])
-    def test_it_may_be_sent_back(self, ask: Any, arguments: str) -> None:
-        call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": arguments}
-        assert ask("/v1/responses", {"input": [MESSAGE, call, MESSAGE]}).status_code == 200
-        calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
-        messages = [MESSAGE, {"role": "assistant", "tool_calls": calls}, MESSAGE]
-        assert ask("/v1/chat/completions", {"messages": messages}).status_code == 200
+@pytest.mark.parametrize("arguments", ['{"a": ', "", "nothing", "[1]", '"\\ud800"'])
+def test_a_broken_call_may_be_sent_back(client: Any, engine: Any, arguments: str) -> None:
+    engine.max_model_len = 4000
+    call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": arguments}
+    assert client.post("/v1/responses", {"input": [MESSAGE, call, MESSAGE]}).status_code == 200
+    calls = [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    assert client.chat(messages=[MESSAGE, {"role": "assistant", "tool_calls": calls}, MESSAGE]).status_code == 200
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -145,31 +104,3 @@ class TestResponseOfAnotherKey:
         assert all("not found" in message for message in messages)
         # The owner still has it.
         assert keyed.client.get(f"/v1/responses/{stored['id']}", headers=bearer("mine")).status_code == 200
-
-
-class TestOtherOrigins:
-    @pytest.mark.parametrize("path", [*CONVERSATIONS])
-    def test_foreign_page(self, keyed: FrontEnd, path: str) -> None:
-        """A page that has stolen a key is refused all the same."""
-        before = len(keyed.engine.added)
-        headers = ("authorization: Bearer mine", "origin: https://evil.example", "connection: close")
-        body = json.dumps({CONVERSATIONS[path]: [MESSAGE], "max_tokens": 5}).encode()
-        assert status_of(keyed.ask(post(path, body, "content-type: application/json", *headers))) == 403
-        assert len(keyed.engine.added) == before
-
-    @pytest.mark.parametrize("path", BODIES)
-    @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-    def test_body_that_browsers_send_without_asking(self, keyed: FrontEnd, path: str, kind: str) -> None:
-        headers = ["authorization: Bearer mine", "origin: https://page.example", "connection: close"]
-        headers += [f"content-type: {kind}"] if kind else []
-        assert status_of(keyed.ask(post(path, json.dumps(BODIES[path]).encode(), *headers))) == 415
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_cut_body_reaches_no_handler(keyed: FrontEnd, path: str) -> None:
-    before = len(keyed.engine.added)
-    body = json.dumps(BODIES[path]).encode()
-    with keyed.connect(post(path, body[:-5], "authorization: Bearer mine", length=len(body))):
-        keyed.until(lambda: keyed.num_connections >= 1)
-    keyed.until(lambda: keyed.num_connections == 0)
-    assert len(keyed.engine.added) == before

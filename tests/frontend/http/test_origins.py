@@ -139,6 +139,8 @@ class TestCors:
             (header(answer, "access-control-allow-headers") or "").split(",")
         )
         assert status_of(self.preflight(keyed, "https://evil.example")) == 403
+        stolen = ("origin: https://evil.example", JSON, "authorization: Bearer secret")
+        assert status_of(send(keyed, *stolen)) == 403
 
     def test_responses_and_errors_can_be_read_by_the_page(self, keyed: FrontEnd) -> None:
         for key, status in (("secret", 200), ("wrong", 401)):

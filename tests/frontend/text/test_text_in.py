@@ -149,12 +149,6 @@ class TestEncode:
         with pytest.raises(InvalidRequest, match="not valid Unicode"):
             text_in.encode("a\ud800b")
 
-    @pytest.mark.parametrize("mark", ["<|im_end|>", "\ue0f0", "\ue0f0<|im_end|>\ue0f1", "\ue0f1<|im_end|>\ue0f0"])
-    def test_marks_cannot_be_forged(self, text_in: TextIn, mark: str) -> None:
-        """Otherwise a user could end the user turn and write an assistant turn."""
-        ids = text_in.encode_chat([{"role": "user", "content": f"a{mark}b"}], ChatOptions(), 1000)
-        assert [token for token in ids if token < 3] == [1, 2, 1]
-
 
 class TestTemplate:
     def test_template_functions_of_transformers_exist(self) -> None:

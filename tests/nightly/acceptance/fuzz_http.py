@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.extend(map(str, (Path(__file__).resolve().parents[2] / "support").iterdir()))
 
 from abuse import AbusedServer
-from http_fuzzer import BadAnswer, Counts, fuzz
+from http_fuzzer import BadAnswer, Counts, check_base_requests, fuzz
 
 
 def seeds(seed: int, seconds: float) -> Iterator[str]:
@@ -37,6 +37,7 @@ def main() -> int:
     total, failure = Counts(), ""
     server = AbusedServer(*args.flags)
     try:
+        check_base_requests(server)
         for seed in [args.case] if args.case else seeds(args.seed, args.seconds):
             total.add(fuzz(server, [seed]))
             if total.requests % 2000 == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import httpx
 from abuse import SLOWEST_S, AbusedServer, check_error
-from http_mutations import Case, make_case
+from http_mutations import RIGHT, Case, make_case
 
 # An answer of a few tokens, on a machine that also does other work.
 SLOWEST_ANSWER_S = 30.0
@@ -42,6 +42,14 @@ class Counts:
 
 class BadAnswer(AssertionError):
     """The server did something that it must not do; names the case's seed, from which ``make_case`` makes it again."""
+
+
+def check_base_requests(server: AbusedServer) -> None:
+    """Check that every request is answered before it is mutated: otherwise its mutations would test nothing else."""
+    for path, body in RIGHT:
+        response = server.post(path, body)
+        assert response.status_code == 200, response.text
+        check_answer(response)
 
 
 def fuzz(server: AbusedServer, seeds: Iterable[str]) -> Counts:
