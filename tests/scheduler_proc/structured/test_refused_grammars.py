@@ -73,6 +73,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "schema type 7": ({"json": {"type": 7}}, "type must be a string"),
     "schema type unknown": ({"json": {"type": "foo"}}, "Invalid type: foo"),
     "schema number is a long text": ({"json": {"type": "integer", "minimum": "\U0010ffff" * 300}}, "it is not valid"),
+    "schema number is too large": ({"json": f'{{"minimum": 1{"0" * 400}}}'}, "numbers in the JSON schema must be from"),
     "schema negative length": ({"json": {"type": "string", "minLength": -1}}, "minLength"),
     "schema of no length": ({"json": {"type": "string", "minLength": 5, "maxLength": 3}}, "minLength"),
     "schema is a list": ({"json": "[]"}, "must be an object"),
