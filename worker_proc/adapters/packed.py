@@ -9,7 +9,7 @@ from quire.kernels.cpu.linear.weight_memory import allocate_alone
 from quire.kernels.lora.lora import LoraPart
 from quire.protocol.model.adapter import Adapter, AdapterPart, AdapterTensor
 from quire.protocol.model.adapter_config import AdapterError
-from quire.worker_proc.models.sites import AdapterSites, SiteTarget, aligned_bytes
+from quire.worker_proc.adapters.sites import AdapterSites, SiteTarget, aligned_bytes
 
 Placed = tuple[AdapterPart, SiteTarget]
 

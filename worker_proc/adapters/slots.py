@@ -7,9 +7,9 @@ import torch
 from quire.kernels.lora.lora import NO_SLOT
 from quire.protocol.model.adapter_config import AdapterError
 from quire.worker_proc.adapters.packed import PackedAdapter
+from quire.worker_proc.adapters.sites import AdapterSites
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 from quire.worker_proc.device.transfer import Transfer
-from quire.worker_proc.models.sites import AdapterSites
 
 
 class SlotMemory:

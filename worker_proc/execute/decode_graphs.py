@@ -16,7 +16,7 @@ from quire.protocol.process.log import event_logger
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.execute.decode_step import DecodeStep
 from quire.worker_proc.execute.verify_step import VerifyStep
-from quire.worker_proc.models.sites import AdapterSites
+from quire.worker_proc.models.additions import Additions
 
 log = event_logger("worker")
 
@@ -85,14 +85,14 @@ class DecodeGraphs:
     """Runs a ``DecodeStep`` for any number of rows, and, with draft tokens, a ``VerifyStep``."""
 
     def __init__(
-        self, step: DecodeStep, verify: VerifyStep | None, adapters: AdapterSites | None, *, eager: bool
+        self, step: DecodeStep, verify: VerifyStep | None, additions: Additions | None, *, eager: bool
     ) -> None:
         """
         Args:
             verify: None without speculative decoding.
-            adapters: sites of LoRA adapters; steps in which rows use adapters have graphs of their own.
+            additions: what rows add to linear layers; steps with additions have graphs of their own.
         """
-        self.step, self.verify, self._adapters = step, verify, adapters
+        self.step, self.verify, self._additions = step, verify, additions
         self.eager = eager
         self._sizes = capture_sizes(step.max_rows)
         self._decode: Graphs[tuple[int, bool, bool]] = Graphs(self._launch)
@@ -106,7 +106,7 @@ class DecodeGraphs:
         begun, before = time.monotonic(), torch.cuda.memory_allocated()
         pool = torch.cuda.graph_pool_handle()
         sizes = self._sizes[-1:] if largest_only else self._sizes[::-1]
-        adapted = (False,) if self._adapters is None else (True, False)
+        adapted = (False,) if self._additions is None else (True, False)
         if self.verify is not None:
             self._verify.capture(product(sizes, adapted), pool)
         self._decode.capture(product(sizes, (True, False), adapted), pool)
@@ -151,16 +151,16 @@ class DecodeGraphs:
 
     @property
     def _adapted(self) -> bool:
-        return self._adapters is not None and self._adapters.active
+        return self._additions is not None and self._additions.active
 
     @property
     def _changes_experts(self) -> bool:
-        """Whether adapters of the running step change experts: it waits for the device, so that no graph has it."""
-        return self._adapters is not None and self._adapters.changes_experts
+        """Whether rows of the running step change experts: it waits for the device, so that no graph has it."""
+        return self._additions is not None and self._additions.changes_experts
 
     def _set_adapted(self, adapted: bool) -> None:
-        if self._adapters is not None:
-            self._adapters.active = adapted
+        if self._additions is not None:
+            self._additions.active = adapted
 
     def _launch(self, key: tuple[int, bool, bool]) -> torch.Tensor | None:
         size, sampling, adapted = key

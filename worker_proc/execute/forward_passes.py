@@ -2,7 +2,7 @@
 
 The Python between native calls takes as long as the calls themselves when a step has few rows. So the first step with
 some number of tokens records its native calls, and later steps with as many tokens run them again on the same memory.
-Steps in which rows use LoRA adapters have passes of their own.
+Steps in which rows add to linear layers have passes of their own.
 """
 
 from collections import OrderedDict
@@ -56,7 +56,7 @@ class ForwardPasses:
         # A plan repeats the library's operations alone: neither collectives nor the notes of routed experts.
         if isinstance(backend, CpuBackend) and not eager and build.parallel.size == 1 and build.routes is None:
             self._native = backend.native
-        self._adapters = build.adapters
+        self._additions = build.additions
         self._passes: OrderedDict[tuple[int, bool], _Pass] = OrderedDict()
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class ForwardPasses:
         return len(self._passes)
 
     def plan(self, num_tokens: int) -> RecordedPlan | None:
-        """Return the recorded plan of steps with this number of tokens and without adapters, if there is one."""
+        """Return the recorded plan of steps with this number of tokens and without additions, if there is one."""
         found = self._passes.get((num_tokens, False))
         return None if found is None else found.plan
 
@@ -91,7 +91,7 @@ class ForwardPasses:
 
     def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
         """Run a pass of this size, which is recorded at the first time; None if this model cannot be recorded."""
-        key = len(sent.token_ids), self._adapters is not None and self._adapters.active
+        key = len(sent.token_ids), self._additions is not None and self._additions.active
         found = self._passes.get(key)
         if found is None:
             return self._record(native, sent, plans, key)

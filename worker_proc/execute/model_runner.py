@@ -11,6 +11,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
+from quire.worker_proc.adapters.sites import AdapterSites
 from quire.worker_proc.adapters.slots import SlotMemory
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.block_copies import BlockCopies
@@ -86,7 +87,8 @@ class ModelRunner:
             self._transfer,
         )
         self.batch.register(self.tables)
-        self.adapters = None if model.build.adapters is None else SlotMemory(model.build.adapters, self._transfer)
+        sites = model.build.additions
+        self.adapters = SlotMemory(sites, self._transfer) if isinstance(sites, AdapterSites) else None
         self._diffs = DiffCheck(self.batch, self.tables, config, self.adapters.slot_of if self.adapters else {})
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)

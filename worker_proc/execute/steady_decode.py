@@ -52,7 +52,7 @@ class SteadyLauncher:
         if config.num_speculative_tokens:
             verify = VerifyStep(forward, batch, transfer, 1 + config.num_speculative_tokens)
         eager = config.enforce_eager or last_sampled.device.type != "cuda"
-        graphs = DecodeGraphs(step, verify, forward.model.build.adapters, eager=eager)
+        graphs = DecodeGraphs(step, verify, forward.model.build.additions, eager=eager)
         return cls(graphs, batch, forward.tables, last_sampled, transfer, copies)
 
     def leave(self) -> None:

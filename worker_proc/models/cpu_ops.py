@@ -4,15 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.cpu.linear.lora import CpuAdapters
 from quire.kernels.cpu.linear.ops import DTYPES, CpuKernels
 from quire.kernels.cpu.native.library import Native
-from quire.kernels.lora.lora import AdapterRows, SlotTable
 from quire.worker_proc.models.ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Norms, gates, joined columns and adapters in native calls, for float32 and bfloat16. torch computes the rest.
+    """Norms, gates and joined columns in native calls, for float32 and bfloat16. torch computes the rest.
 
     Each call rounds to the dtype once, while ``TorchOps`` may round between its steps. A token's bits do not depend on
     the other tokens of the batch. With torch they may: its silu and gelu use another code path for the last elements
@@ -21,7 +19,6 @@ class CpuOps(TorchOps):
 
     def __init__(self, native: Native) -> None:
         self._kernels = CpuKernels(native)
-        self._adapters = CpuAdapters(native)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if x.dtype not in DTYPES or x.dim() not in (2, 3) or not _adjacent(x):
@@ -61,12 +58,6 @@ class CpuOps(TorchOps):
         if any(part.dtype not in DTYPES or not _adjacent(part) for part in parts):
             return super().join_columns(parts)
         return self._kernels.join_columns(parts)
-
-    def add_adapters(self, x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
-        if table.dtype not in DTYPES or not (_adjacent(x) and _adjacent(y)):
-            super().add_adapters(x, y, table, rows)
-        else:
-            self._adapters.add(x, y, table, rows)
 
 
 def _adjacent(x: torch.Tensor) -> bool:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.attention.attention_tiles import AttentionShape
-from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import LayerAttention, Rotary
 from quire.worker_proc.attention.rope import rope_table
@@ -21,12 +20,8 @@ from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.module import Module
-from quire.worker_proc.models.ops import Ops, TorchOps
-from quire.worker_proc.models.routes import Routes
-from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
-from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 
 
 class Decoder(Model):
@@ -34,40 +29,17 @@ class Decoder(Model):
 
     Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
 
-    Args:
-        config: shape, and settings of the family.
-        dtype: dtype of the weights and, without ``activation_dtype``, of the activations. Logits are float32.
-        device: device of the weights; ``meta`` is enough for counting them.
-        max_position: positions that the rotary table covers (the engine's longest request); by default the model's.
-        ops: element-wise operations of the device; by default torch's.
-        parallel: the ranks among which the weights are sharded; by default this rank holds all of them.
-        activation_dtype: dtype of the residual stream, norm weights and rotary tables.
-        adapters: gets the sites of LoRA adapters; None: the model has none.
-        routes: collects the chosen experts; None: they are not kept.
-
     Raises:
         ConfigError: the shape cannot be divided among the ranks.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_position: int | None = None,
-        *,
-        ops: Ops | None = None,
-        parallel: TensorParallel | None = None,
-        activation_dtype: torch.dtype | None = None,
-        adapters: AdapterSites | None = None,
-        routes: Routes | None = None,
-    ) -> None:
-        self.config = config
-        self.dtype = dtype
-        ops, parallel = ops or TorchOps(), parallel or SingleRank()
-        self.build = build = Build(
-            config, dtype, activation_dtype or dtype, device, ops, parallel, adapters=adapters, routes=routes
-        )
+    def __init__(self, build: Build, max_position: int | None = None) -> None:
+        """
+        Args:
+            max_position: positions that the rotary table covers; by default the model's.
+        """
+        super().__init__(build)
+        config, dtype = build.config, build.dtype
         rank, size = build.parallel.rank, build.parallel.size
         # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per
         # step costs little, and tied weights stay one tensor. The last ranks may have fewer rows.
@@ -105,17 +77,9 @@ class Decoder(Model):
         plans: Sequence[Any],
         backend: LayerAttention,
     ) -> torch.Tensor:
-        """Run the tokens of one step through all layers, writing their keys and values.
+        """As ``Model.__call__``, writing keys and values.
 
-        Args:
-            token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order.
-            kv_caches: one KV cache per layer, of the backend's shape.
-            plans: one plan per layer: the plan of the layer's KV group. A layer that reads another layer's cache uses
-                that layer's cache and plan; its own entries are ignored.
-            backend: writes the KV caches and computes attention.
-
-        Returns:
-            ``[num_tokens, hidden_size]`` after the final norm.
+        A layer that reads another layer's cache uses that layer's cache and plan; its own entries are ignored.
         """
         rotary = Rotary(self.rope, positions)
         local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
@@ -132,12 +96,10 @@ class Decoder(Model):
             layer.attention.set_kv_scales(*scales[source])
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Multiply by the head: ``[rows, hidden_size]`` → float32, this rank's part of the vocabulary."""
         assert self.lm_head is not None, "the model has no head for tokens"
         return self.lm_head(hidden)
 
     def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
-        """Complete the result of ``scores``: scale, soft cap, and the parts of all ranks."""
         config = self.config
         if config.logits_scaling != 1.0:
             scores = scores / config.logits_scaling
@@ -148,7 +110,7 @@ class Decoder(Model):
         return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
 
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``.
+        """As ``Model.classify``.
 
         With ``label_token_ids`` it is the logit of a token, less that of the other one if there are two: the sigmoid of
         the difference is the probability of the last token among the two.

@@ -13,11 +13,11 @@ from quire.kernels.cpu.linear.linear import PackedLinear
 from quire.kernels.cpu.native.library import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
+from quire.worker_proc.models.additions import ExpertAdditions
 from quire.worker_proc.models.formats.stacked import stack_experts
 from quire.worker_proc.models.linear import Linear, bias_slot, in_tiles
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Experts, Product, expert_weight
-from quire.worker_proc.models.sites import ExpertSites
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 from quire.worker_proc.models.weights import Build, Projection, Rows
 
@@ -71,7 +71,7 @@ class SparseMlp(Module):
         width = self.part.stop - self.part.start
         self.route = build.ops.route if build.routes is None else build.routes.recording(build.ops.route)
         self.router = build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
-        adapters = self._expert_sites()
+        additions = self._additions()
         self.quantised: Sequence[tuple[Projection, Projection]] = ()
         if any(form is not None for form in forms):
             self.quantised = [self._quantised_expert(expert) for expert in range(count)]
@@ -91,7 +91,7 @@ class SparseMlp(Module):
                 packed=self.quantised,
                 stacked=stacked,
                 round_inputs=rounds,
-                adapters=adapters,
+                additions=additions,
             )
             return
         self.gate_up, self.gate_up_scales = self._matrices(2 * width, hidden)
@@ -106,13 +106,13 @@ class SparseMlp(Module):
             moe.activation,
             gate_up_scales=self.gate_up_scales,
             down_scales=self.down_scales,
-            adapters=adapters,
+            additions=additions,
         )
 
-    def _expert_sites(self) -> ExpertSites | None:
-        """Make the sites of LoRA adapters, if gates and ups are separate."""
-        sites, moe, hidden = self.build.adapters, self.moe, self.build.config.hidden_size
-        if sites is None or moe.activation == "swiglu_oai":
+    def _additions(self) -> ExpertAdditions | None:
+        """Make the additions of the experts, if gates and ups are separate."""
+        added, moe, hidden = self.build.additions, self.moe, self.build.config.hidden_size
+        if added is None or moe.activation == "swiglu_oai":
             return None
         whole, width, layer = slice(0, hidden), moe.intermediate_size, self.build.layer
         pairs = []
@@ -120,11 +120,11 @@ class SparseMlp(Module):
             name = f"mlp.experts.{expert}"
             halves = [Cut(f"{name}.{part}_proj", self.part, width, whole, hidden) for part in ("gate", "up")]
             down = Cut(f"{name}.down_proj", whole, hidden, self.part, width)
-            pairs.append((sites.add_site(layer, halves, routed=True), sites.add_site(layer, [down], routed=True)))
-        return ExpertSites(sites, pairs)
+            pairs.append((added.at(layer, halves, routed=True), added.at(layer, [down], routed=True)))
+        return added.at_experts(pairs)
 
     def _quantised_expert(self, expert: int) -> tuple[Projection, Projection]:
-        build, name, width = replace(self.build, adapters=None), f"mlp.experts.{expert}", self.moe.intermediate_size
+        build, name, width = replace(self.build, additions=None), f"mlp.experts.{expert}", self.moe.intermediate_size
         hidden, halves = build.config.hidden_size, [Rows("gate", self.part, width), Rows("up", self.part, width)]
         return (
             build.rows_linear(name + ".{}_proj", halves, hidden, bias=False),
@@ -161,9 +161,9 @@ class SparseMlp(Module):
         for name in ("gate_up", "down", "gate_up_scales", "down_scales"):
             if getattr(self, name) is not None:
                 setattr(self, name, torch.nn.Parameter(self.gate_up.new_empty(0), requires_grad=False))
-        adapters = self.experts.adapters
+        additions = self.experts.additions
         self.experts = Experts(
-            self.gate_up, self.down, activation=self.moe.activation, packed=packed, adapters=adapters
+            self.gate_up, self.down, activation=self.moe.activation, packed=packed, additions=additions
         )
         return True
 

@@ -22,10 +22,12 @@ class Model(Module):
         dtype: dtype of the weights.
     """
 
-    config: ModelConfig
-    dtype: torch.dtype
-    build: Build
     _prepacked = False
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.config: ModelConfig = build.config
+        self.dtype = build.dtype
 
     def __call__(
         self,
@@ -35,7 +37,17 @@ class Model(Module):
         plans: Sequence[Any],
         backend: LayerAttention,
     ) -> torch.Tensor:
-        """Run the tokens of one step through all layers: ``[num_tokens, hidden_size]`` after the final norm."""
+        """Run the tokens of one step through all layers.
+
+        Args:
+            token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order.
+            kv_caches: one KV cache per layer, of the backend's shape; empty for an encoder.
+            plans: one plan per layer, that of its KV group; an encoder has one plan, of all layers.
+            backend: writes the KV caches and computes attention.
+
+        Returns:
+            ``[num_tokens, hidden_size]`` after the final norm.
+        """
         raise NotImplementedError
 
     def attention_shape(self, layer: int) -> AttentionShape:

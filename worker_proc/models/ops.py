@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from quire.kernels.common.mxfp4 import dequantise_mxfp4
 from quire.kernels.common.scaled_weight import ScaledWeight
 from quire.kernels.dense.gated_activation import OAI_ALPHA, OAI_LIMIT
-from quire.kernels.lora.lora import AdapterRows, SlotTable, add_adapters
-from quire.worker_proc.models.sites import ExpertSites, Site
+from quire.worker_proc.models.additions import Addition, ExpertAdditions
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,7 +33,7 @@ class Experts:
             in this form; ``packed`` then has the same memory.
         round_inputs: rounds the inputs of both layers of ``stacked``, if the format asks for it.
         gate_up_scales, down_scales: of MXFP4 weights, uint8 and without the last dimension; None for other weights.
-        adapters: sites of LoRA adapters; None: adapters do not change the experts.
+        additions: what rows add in the experts; None: nothing.
     """
 
     gate_up: torch.Tensor
@@ -47,7 +46,7 @@ class Experts:
     round_inputs: Product | None = None
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
-    adapters: ExpertSites | None = None
+    additions: ExpertAdditions | None = None
 
     @property
     def count(self) -> int:
@@ -111,10 +110,6 @@ class Ops(Protocol):
 
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the parts side by side: each ``[num_tokens, width]``, of one dtype."""
-        ...
-
-    def add_adapters(self, x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
-        """Add what each row's LoRA adapter adds to ``y``, in place, as ``kernels.lora.lora.add_adapters`` does."""
         ...
 
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,9 +176,6 @@ class TorchOps:
     def join_columns(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts), 1)
 
-    def add_adapters(self, x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
-        add_adapters(x, y, table, rows)
-
     def route(self, scores: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores.float()
         # A stable sort: ``topk`` does not define which of several equal scores it returns.
@@ -208,21 +200,23 @@ class TorchOps:
             if not count:
                 continue
             routed = tokens[first : first + count]
-            sites = None if experts.adapters is None else experts.adapters.of(expert, routed)
-            result = self._expert(x.index_select(0, routed), experts, expert, sites)
+            added = None if experts.additions is None else experts.additions.of(expert, routed)
+            result = self._expert(x.index_select(0, routed), experts, expert, added)
             out.index_add_(0, routed, result.float().mul_(weights[first : first + count, None]))
             first += count
         return out.to(x.dtype)
 
-    def _expert(self, x: torch.Tensor, experts: Experts, expert: int, sites: tuple[Site, Site] | None) -> torch.Tensor:
+    def _expert(
+        self, x: torch.Tensor, experts: Experts, expert: int, added: tuple[Addition, Addition] | None
+    ) -> torch.Tensor:
         first, second = experts.packed[expert] if experts.packed else experts.plain_layers(expert, x.dtype)
         gate_up = first(x)
-        if sites is not None:
-            sites[0].add(x, gate_up)
+        if added is not None:
+            added[0].add(x, gate_up)
         gated = self._gated(gate_up, experts)
         out = second(gated)
-        if sites is not None:
-            sites[1].add(gated, out)
+        if added is not None:
+            added[1].add(gated, out)
         return out
 
     def _gated(self, gate_up: torch.Tensor, experts: Experts) -> torch.Tensor:

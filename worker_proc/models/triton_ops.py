@@ -7,7 +7,6 @@ import torch
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
-from quire.kernels.lora.lora import launch_adapters
 from quire.kernels.moe import fused_experts, fused_experts_mxfp4, fused_experts_packed
 from quire.kernels.moe.moe_routing import route
 from quire.worker_proc.models.ops import Experts, TorchOps
@@ -28,7 +27,6 @@ class TritonOps:
     add_rms_norm = staticmethod(add_rms_norm)
     gate = staticmethod(gate)
     route = staticmethod(route)
-    add_adapters = staticmethod(launch_adapters)
 
     def __init__(self) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,13 +41,13 @@ class TritonOps:
     ) -> torch.Tensor:
         """As ``Ops.experts``; a token's sum runs in the order of ``expert_ids``.
 
-        While adapters change experts, these are computed one by one, and the host waits for the device: such a step
+        While additions change experts, these are computed one by one, and the host waits for the device: such a step
         cannot be captured.
 
         Raises:
             ValueError: the experts are packed for the CPU.
         """
-        if experts.adapters is not None and experts.adapters.in_use:
+        if experts.additions is not None and experts.additions.in_use:
             return self._one_by_one.experts(x, experts, expert_ids, weights)
         if experts.stacked is not None:
             w13, w2 = experts.stacked

@@ -8,17 +8,34 @@ import torch
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.weight_format import WeightFormat
-from quire.worker_proc.models.adapted import Adapted
+from quire.worker_proc.models.additions import Addition, Additions
 from quire.worker_proc.models.formats.choose import quantised_linear
 from quire.worker_proc.models.linear import Linear
+from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.ops import Ops
 from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.models.row_parts import RowParts
-from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 from quire.worker_proc.parallel.group import TensorParallel
 
-Projection = Linear | RowParts | Adapted
+
+class WithAddition(Module):
+    """A linear layer with an addition, before anything else reads its outputs."""
+
+    def __init__(self, projection: Linear | RowParts, addition: Addition) -> None:
+        self.projection = projection
+        self._addition = addition
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.projection(x)
+        self._addition.add(x, y)
+        return y
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return self.projection.weight_slots()
+
+
+Projection = Linear | RowParts | WithAddition
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +70,7 @@ class Build:
         dtype: dtype of the weights.
         activation_dtype: dtype of activations, norm weights and rotary tables.
         layer: full name of the layer that is built, for example ``model.layers.0``.
-        adapters: gets the sites of LoRA adapters; None: the model has none.
+        additions: what rows add to linear layers; None: nothing.
         routes: collects the chosen experts; None: they are not kept.
     """
 
@@ -64,7 +81,7 @@ class Build:
     ops: Ops
     parallel: TensorParallel
     layer: str = ""
-    adapters: AdapterSites | None = None
+    additions: Additions | None = None
     routes: Routes | None = None
 
     def inside(self, layer: str) -> "Build":
@@ -113,9 +130,9 @@ class Build:
                 parts.append(([cut], form))
         linears = [self._fused(each, form, bias, stored_bias) for each, form in parts]
         layer = linears[0] if len(linears) == 1 else RowParts(linears, self.ops)
-        if self.adapters is None:
+        if self.additions is None:
             return layer
-        return Adapted(layer, self.adapters.add_site(self.layer, cuts))
+        return WithAddition(layer, self.additions.at(self.layer, cuts))
 
     def _fused(self, cuts: Sequence[Cut], form: WeightFormat | None, bias: bool, stored_bias: bool) -> Linear:
         outputs = sum(cut.num_rows for cut in cuts)

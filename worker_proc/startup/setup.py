@@ -19,6 +19,7 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process.host_limits import cpu_model, usable_cores
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
+from quire.worker_proc.adapters.sites import make_sites
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
 from quire.worker_proc.drafts.make import check_speculative
@@ -30,7 +31,6 @@ from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.routes import Routes
-from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.kv_scales import checkpoint_kv_scales, have_head_scales, set_kv_scales
@@ -80,7 +80,7 @@ def make_runner(
             ops=ops,
             parallel=ranks,
             activation_dtype=dtypes.activations,
-            adapters=None if ranks is None else _sites(config, dtypes.activations, place, ops),
+            additions=None if ranks is None else make_sites(config, dtypes.activations, place),
             routes=None if ranks is None or ranks.rank else _routes(config),
         )
 
@@ -101,7 +101,7 @@ def make_runner(
         draft_plan = replace(draft_plan, layout=draft_plan.layout.with_block_size(block_size))
     expert_bytes = expert_block_bytes(layout, model.build.routes)
     other_block_bytes = expert_bytes + (draft_plan.block_bytes if draft_plan is not None else 0)
-    adapter_bytes = 0 if model.build.adapters is None else model.build.adapters.slot_bytes
+    adapter_bytes = 0 if model.build.additions is None else model.build.additions.slot_bytes
     plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes, rank=group.rank)
     log_plan(plan, config.max_model_len)
     say("loads weights")
@@ -133,14 +133,6 @@ def _log_parts(config: EngineConfig, plan: MemoryPlan, adapter_bytes: int, exper
         log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
     if expert_bytes:
         log.info("routed experts, as a part of the KV cache", mib=plan.num_blocks * expert_bytes / mib)
-
-
-def _sites(config: EngineConfig, dtype: torch.dtype, place: torch.device | str, ops: Ops) -> AdapterSites | None:
-    """Make the sites of LoRA adapters on the model's device, or return None without ``--enable-lora``."""
-    if not config.enable_lora:
-        return None
-    most = max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_speculative_tokens))
-    return AdapterSites(config.max_loras + 1, config.max_lora_rank, most, dtype, place, ops.add_adapters)
 
 
 def _routes(config: EngineConfig) -> Routes | None:

@@ -7,9 +7,9 @@ from quire.kernels.dense import gated_activation, rms_norm
 from quire.kernels.moe import fused_experts
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.model.weight_format import online_format
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.ops import ACTIVATIONS, Experts, Ops, TorchOps
+from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.triton_ops import TritonOps
 from quire.worker_proc.startup.loader import init_dummy_weights
 
@@ -95,7 +95,7 @@ def test_quantised_experts(kind: str, dtype: torch.dtype, device: torch.device) 
     results = []
     ops: Ops
     for ops in (TritonOps(), TorchOps()):
-        model = Decoder(config, dtype, device, ops=ops, max_position=64)
+        model = build_model(config, dtype, device, 64, ops=ops)
         init_dummy_weights(model, 0)
         results.append(next(part for part in model.modules() if isinstance(part, SparseMlp))(x))
     rtol, atol = fused_experts.TOLERANCES[dtype]

@@ -204,4 +204,4 @@ def test_model_has_no_part_of_adapters_unless_they_are_enabled(checkpoint_factor
     runner = AdapterRunner(folder, enable_lora=False)
     assert runner.runner.adapters is None
     kinds = {type(module).__name__ for module in runner.runner.forward.model.modules()}
-    assert "Adapted" not in kinds and load_model_config(folder) == runner.config.model
+    assert "WithAddition" not in kinds and load_model_config(folder) == runner.config.model

@@ -12,8 +12,8 @@ from quire.kernels.lora.lora import add_adapters
 from quire.protocol.model.adapter import Adapter, AdapterPart, read_adapter
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.worker_proc.adapters.packed import pack_adapter
+from quire.worker_proc.adapters.sites import ALIGNMENT, AdapterSites
 from quire.worker_proc.models.registry import build_model
-from quire.worker_proc.models.sites import ALIGNMENT, AdapterSites
 
 MODEL = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -30,7 +30,7 @@ MODEL = ModelConfig(
 
 def sites_of(parallel: ThreadRank | None = None, dtype: torch.dtype = torch.float32) -> AdapterSites:
     sites = AdapterSites(2, 8, 16, dtype, "cpu", add_adapters)
-    build_model(MODEL, torch.float32, "cpu", parallel=parallel, activation_dtype=dtype, adapters=sites)
+    build_model(MODEL, torch.float32, "cpu", parallel=parallel, activation_dtype=dtype, additions=sites)
     return sites
 
 

@@ -15,6 +15,7 @@ import torch
 from adapters import make_adapter
 from side_parts import parts_of
 
+from quire.kernels.lora.lora import launch_adapters
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
@@ -23,6 +24,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.side_rows import ROUTED_EXPERTS
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.packed import pack_adapter
+from quire.worker_proc.adapters.sites import AdapterSites
 from quire.worker_proc.attention import triton_backend
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.cpu import CpuBackend
@@ -34,7 +36,6 @@ from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.routes import Routes
-from quire.worker_proc.models.sites import AdapterSites
 from quire.worker_proc.models.triton_ops import TritonOps
 from quire.worker_proc.startup.loader import init_dummy_weights
 
@@ -93,9 +94,9 @@ def _runner(
     if drafts:
         speculative = SpeculativeConfig(method="ngram")
         config = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, speculative=speculative)
-    sites = AdapterSites(3, 8, 64, torch.float32, CPU, ops.add_adapters) if adapters else None
+    sites = AdapterSites(3, 8, 64, torch.float32, CPU, launch_adapters) if adapters else None
     routes = None if shape.moe is None else Routes(shape.moe)
-    model = build_model(shape, torch.float32, CPU, CONFIG.max_model_len, ops=ops, adapters=sites, routes=routes)
+    model = build_model(shape, torch.float32, CPU, CONFIG.max_model_len, ops=ops, additions=sites, routes=routes)
     init_dummy_weights(model, seed=3)
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):

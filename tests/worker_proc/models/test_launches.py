@@ -26,8 +26,8 @@ from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.model.weight_format import online_format
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.triton_backend import TritonBackend
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
+from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.triton_ops import TritonOps
 
 DEVICE = 99
@@ -106,7 +106,7 @@ def mixed_step(recording: RecordingDriver, num_layers: int, experts: str = "") -
         moe=moe if experts else None,
         weight_format=online_format("int4") if experts == "int4" else None,
     )
-    model = Decoder(config, torch.float32, "cpu", ops=TritonOps(), max_position=1024)
+    model = build_model(config, torch.float32, "cpu", 1024, ops=TritonOps())
     for layer in model.modules():
         if isinstance(layer, QuantisedLinear):
             # As on a GPU, where layers choose the kernel when they are loaded.

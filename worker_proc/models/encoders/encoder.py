@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import LayerAttention, Rotary
 from quire.worker_proc.attention.rope import rope_table
@@ -15,10 +14,8 @@ from quire.worker_proc.models.encoders.classifier import Classifier
 from quire.worker_proc.models.encoders.layer import EncoderLayer, Norm
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.module import Module
-from quire.worker_proc.models.ops import Ops, TorchOps
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
-from quire.worker_proc.parallel.group import SingleRank
 
 
 class Embeddings(Module):
@@ -79,23 +76,17 @@ class Encoder(Model):
     """An encoder and, if the model classifies, its head. One rank holds all of it.
 
     Weights are allocated, not initialised: ``quire.worker_proc.startup.loader`` fills them through ``weight_slots``.
-    Arguments are those of ``Decoder``.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        max_position: int | None = None,
-        *,
-        ops: Ops | None = None,
-        activation_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, build: Build, max_position: int | None = None) -> None:
+        """
+        Args:
+            max_position: as for ``Decoder``.
+        """
+        super().__init__(build)
+        config = build.config
         encoder, pooling = config.encoder, config.pooling
         assert encoder is not None
-        self.config, self.dtype = config, dtype
-        self.build = build = Build(config, dtype, activation_dtype or dtype, device, ops or TorchOps(), SingleRank())
         self._pools_first = pooling is not None and pooling.pooling == "cls"
         self.embeddings = Embeddings(build)
         self.layers = [EncoderLayer(build, layer) for layer in range(config.num_layers)]
@@ -122,17 +113,10 @@ class Encoder(Model):
         plans: Sequence[Any],
         backend: LayerAttention,
     ) -> torch.Tensor:
-        """Run the rows of one step through all layers.
+        """As ``Model.__call__``, of whole rows.
 
-        Args:
-            token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order, each of them whole.
-            kv_caches: empty.
-            plans: one plan, of all layers.
-            backend: computes attention.
-
-        Returns:
-            ``[num_tokens, hidden_size]`` after the final norm. If the model pools the first token and the step needs no
-            others, the last layer computes only what these need, and the hidden states of other tokens are 0.
+        If the model pools the first token and the step needs no others, the last layer computes only what these need,
+        and the hidden states of other tokens are 0.
         """
         assert not kv_caches, "an encoder has no KV cache"
         plan: RowsPlan = plans[0]

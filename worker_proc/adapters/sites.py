@@ -7,14 +7,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.lora.lora import AdapterRows, LoraPart, SlotTable
+from quire.kernels.cpu.linear.lora import DTYPES, CpuAdapters
+from quire.kernels.cpu.native.library import load_native
+from quire.kernels.lora.lora import AdapterRows, LoraPart, SlotTable, add_adapters, launch_adapters
+from quire.protocol.config import EngineConfig
+from quire.worker_proc.models.additions import Addition
 from quire.worker_proc.models.weight_slot import Cut
 
 ALIGNMENT = 64
 """Alignment in bytes of every matrix of an adapter."""
 
 Add = Callable[[torch.Tensor, torch.Tensor, SlotTable, AdapterRows], None]
-"""Adds what the adapters add: ``Ops.add_adapters``."""
+"""Adds what the adapters add, as ``kernels.lora.lora.add_adapters`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,32 @@ class SiteTarget:
     first: int
 
 
+def make_sites(config: EngineConfig, dtype: torch.dtype, device: torch.device | str) -> "AdapterSites | None":
+    """Make the sites on the model's device, or return None without ``--enable-lora``."""
+    if not config.enable_lora:
+        return None
+    most = max(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.num_speculative_tokens))
+    return AdapterSites(config.max_loras + 1, config.max_lora_rank, most, dtype, device, _pick_add(device))
+
+
+def _pick_add(device: torch.device | str) -> Add:
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return launch_adapters
+    native = load_native() if kind == "cpu" else None
+    if native is None:
+        return add_adapters
+    fast = CpuAdapters(native).add
+
+    def add(x: torch.Tensor, y: torch.Tensor, table: SlotTable, rows: AdapterRows) -> None:
+        accepts = table.dtype in DTYPES and all(each.stride(-1) == 1 or not each.numel() for each in (x, y))
+        (fast if accepts else add_adapters)(x, y, table, rows)
+
+    return add
+
+
 class AdapterSites:
-    """All sites of a model, and the adapters that the tokens of the running step use.
+    """All sites of a model, and the adapters that the tokens of the running step use: its ``Additions``.
 
     A site is a fused linear layer with a table of the adapters in each slot. A model without LoRA has no sites.
 
@@ -58,13 +86,8 @@ class AdapterSites:
         self._is_routed = np.zeros(num_slots + 1, np.bool_)
         """Whether the adapter in each slot changes experts; the last entry is that of NO_SLOT, -1."""
 
-    def add_site(self, layer: str, cuts: Sequence[Cut], *, routed: bool = False) -> "Site":
-        """Make the site of a fused layer, whose outputs are those of ``cuts``.
-
-        Args:
-            layer: full name of the layer that contains it.
-            routed: its rows are the tokens of the last ``route``, instead of those of the step.
-        """
+    def at(self, layer: str, cuts: Sequence[Cut], *, routed: bool = False) -> "Site":
+        """Make the site of a fused layer."""
         if routed:
             self._routed_sites.add(len(self._tables))
         first = 0
@@ -74,6 +97,9 @@ class AdapterSites:
         sizes = (cuts[0].num_columns, first, len(cuts), self.max_rank)
         self._tables.append(SlotTable(self.num_slots, *sizes, self.dtype, self.device))
         return Site(self, self._tables[-1], self._routed if routed else self.rows)
+
+    def at_experts(self, pairs: Sequence[tuple[Addition, Addition]]) -> "ExpertSites":
+        return ExpertSites(self, pairs)
 
     def set_slot(self, slot: int, parts: Mapping[int, Sequence[LoraPart]]) -> None:
         """Replace the adapter in a slot of all sites. ``parts``: by the number of their site."""
@@ -120,7 +146,6 @@ class Site:
         self._sites, self._table, self._rows = sites, table, rows
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add to ``y``, ``[tokens, outputs]``, in place. ``x``: the layer's inputs, ``[tokens, inputs]``."""
         if self._sites.active:
             self._sites.add(x, y, self._table, self._rows)
 
@@ -128,14 +153,12 @@ class Site:
 class ExpertSites:
     """The sites of a layer's experts: per expert those of its gate and up projections, and of its down projection."""
 
-    def __init__(self, sites: AdapterSites, pairs: Sequence[tuple[Site, Site]]) -> None:
+    def __init__(self, sites: AdapterSites, pairs: Sequence[tuple[Addition, Addition]]) -> None:
         self._sites, self._pairs = sites, pairs
 
-    def of(self, expert: int, tokens: torch.Tensor) -> tuple[Site, Site] | None:
-        """Return an expert's sites, which then compute these tokens of the step; None if none uses an adapter."""
+    def of(self, expert: int, tokens: torch.Tensor) -> tuple[Addition, Addition] | None:
         return self._pairs[expert] if self.in_use and self._sites.route(tokens) else None
 
     @property
     def in_use(self) -> bool:
-        """Whether an adapter of the running step changes experts."""
         return self._sites.changes_experts
