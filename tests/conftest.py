@@ -26,9 +26,9 @@ SIDE_RUNS = pytest.StashKey[SideRuns]()
 ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
 
 LONG_FILES = (
-    *("kernels/test_triton.py", "worker_proc/execute/test_gpu_step.py", "scheduler_proc/core/test_state_machine.py"),
+    *("kernels/test_triton.py", "worker_proc/execute/test_gpu_step.py"),
     *("end_to_end/test_recovery.py", "end_to_end/test_tensor_parallel.py"),
-    *("simulation/test_slice.py", "simulation/test_mutations.py", "scheduler_proc/core/test_steady_equals_plain.py"),
+    *("simulation/test_slice.py", "simulation/test_mutations.py"),
 )
 """The longest test files, in the order in which several processes start them, so that none runs alone at the end."""
 

@@ -4,16 +4,18 @@ from functools import reduce
 from math import isclose
 from typing import TYPE_CHECKING
 
+import numpy as np
 from fake_adapters import mix_of
-from fake_worker import extend_context, next_token, pooled_row, routed_row
-from scheduler_load import EOS, MAX_MODEL_LEN, contexts_of, prompt_logprobs_of
-from sim_model import best_two
-from sim_scenario import VOCAB_SIZE, SimRequest
+from fake_worker import contexts_of, extend_context, next_token, pooled_row, prompt_logprobs_of, routed_row
+from sim_model import best_two, candidates_of
+from sim_scenario import SimRequest
+from sim_settings import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 
 from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.session import ENGINE_FAULT, MAX_SCHEDULER_DEATHS
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
+from quire.scheduler_proc.features.beams.search import BeamSearch
 
 if TYPE_CHECKING:
     from sim_front import SimClient, SimFront
@@ -35,20 +37,46 @@ def expected_answer(world: "World", request: SimRequest, known: list[int]) -> tu
         known: output tokens with which the request was forked.
     """
     assert world.max_tokens is not None
-    if request.task:
+    if request.task or request.beams:
         return [], EndReason.STOPPED
     context = reduce(extend_context, [*request.prompt, *known], 0)
     limit = most_output_tokens(request, world.max_tokens)
     adapter = world.adapter_of(request)
     mix = 0 if adapter is None else mix_of(adapter.digest)
-    answer = list(known)
+    answer, stops = list(known), {*request.stop_token_ids, *([] if request.ignore_eos else EOS)}
     while len(answer) < limit:
         token = next_token(context ^ mix, VOCAB_SIZE)
         answer.append(token & ~1 if request.even else token)
         context = extend_context(context, answer[-1])
-        if not request.ignore_eos and answer[-1] in EOS:
+        if answer[-1] in stops and len(answer) > request.min_tokens:
             return answer, EndReason.STOPPED
+        if request.repetition and len(answer) < limit and _repeats_itself(answer, request.min_tokens):
+            return answer, EndReason.REPETITION
     return answer, EndReason.LENGTH
+
+
+def _repeats_itself(answer: list[int], min_tokens: int) -> bool:
+    """Return whether an answer ends with the same one to three tokens twice."""
+    return len(answer) >= min_tokens and any(
+        len(answer) >= 2 * size and answer[-size:] == answer[-2 * size : -size] for size in (1, 2, 3)
+    )
+
+
+def searched(world: "World", request: SimRequest) -> list[Hypothesis]:
+    """Return what the beam search of a request finds without a scheduler."""
+    assert world.max_tokens is not None
+    params, adapter = world.sampling_of(request), world.adapter_of(request)
+    assert params.num_candidates is not None
+    search = BeamSearch(params, frozenset(EOS), most_output_tokens(request, world.max_tokens))
+    mix = 0 if adapter is None else mix_of(adapter.digest)
+    contexts = [reduce(extend_context, request.prompt, 0)]
+    while True:
+        found = [candidates_of(each ^ mix, params.num_candidates, even=request.even) for each in contexts]
+        choice = search.step([[(token, float(np.float32(value))) for token, value in own] for own in found])
+        if choice is None:
+            return search.ended
+        pairs = zip(choice.parents, choice.tokens, strict=True)
+        contexts = [extend_context(contexts[parent], token) for parent, token in pairs]
 
 
 def check_update(world: "World", client: "SimClient", update: Update) -> None:
@@ -66,6 +94,7 @@ def check_update(world: "World", client: "SimClient", update: Update) -> None:
     client.experts += [] if update.routed_experts is None else update.routed_experts.tolist()
     num_known = len(request.prompt) + len(client.tokens)
     assert len(client.experts) < num_known, f"{request.name}: experts of its last token"
+    client.hypotheses += update.hypotheses or []
     if update.ended is not None:
         client.ended, client.detail = update.ended, update.detail
         client.num_counted = update.num_output_tokens
@@ -128,6 +157,10 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
         else:
             raise AssertionError(f"{name} ended with {client.detail!r}")
         return
+    if request.beams:
+        assert client.hypotheses == searched(world, request), f"{name}: another search than alone"
+        assert client.num_counted == sum(len(each.tokens) for each in client.hypotheses)
+        return
     assert client.ended is reason, f"{name} ended with {client.ended}, not {reason}"
     assert client.tokens == want, f"{name} got {len(client.tokens)} of {len(want)} tokens"
     assert client.num_counted == len(want), f"{name}: {client.num_counted} tokens are counted"
@@ -146,7 +179,7 @@ def _check_rows(world: "World", client: "SimClient", tokens: list[int]) -> None:
         assert pooling is not None
         mix = 0 if adapter is None else mix_of(adapter.digest)
         contexts = contexts if request.task == "token_embed" else contexts[-1:]
-        want = [pooled_row(c ^ mix, pooling.width(request.task)) for c in contexts]
+        want = [pooled_row(c ^ mix, pooling.width(request.task, request.dimensions)) for c in contexts]
     assert client.pooled == want, f"{request.name}: other pooled rows"
 
 
@@ -157,6 +190,10 @@ def _check_rejection(world: "World", front: "SimFront", client: "SimClient", err
     if error.code == "queue_full":
         assert world.config.max_num_queued_reqs
         assert front.submitted[request.name] == 1, f"{request.name} was rejected when it was resubmitted"
+        return
+    if error.code == "job_ended":
+        others = [each for each in world.requests.values() if each.job == request.job and each.is_last_step]
+        assert request.job and others, f"{request.name} was rejected as if its job had ended"
         return
     if error.code == "adapter_not_loaded":
         assert _has_bad_adapter(world, request), f"{request.name} was rejected for its adapter without a fault"

@@ -39,9 +39,9 @@ class FairnessCheck:
             return
         by_handle = {request.handle: request for request in table.running.values()}
         for new in step.new_requests:
-            if new.handle in running:
-                continue
             admitted = by_handle[new.handle]
+            if new.handle in running or admitted.client < 0:  # beams continue in the place of their search
+                continue
             before = step.removed if admitted in forked else ()
             behind = [other for other in waiting if other.tenant == admitted.tenant and other.handle not in before]
             assert all(key(admitted) < key(other) for other in behind), (

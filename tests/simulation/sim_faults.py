@@ -5,7 +5,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from fake_pages import FAULTS as PAGE_FAULTS
-from fake_worker import Row
+from fake_worker import Row, client_id
 from sim_scenario import DEADLY, FRAME_DAMAGE, NUM_ADAPTERS, WRONG_RESULTS, Fault
 from sim_violation import Violation
 from sim_wire import Tamper
@@ -160,10 +160,8 @@ class Faults:
                 self.count(fault.kind)
                 self.disk_is_full = True
             case "reset":
-                front = self._world.fronts[fault.where % self._world.shape.num_fronts]
-                if front.alive:
-                    self.count(fault.kind)
-                    front.reset_prefix_cache()
+                self.count(fault.kind)
+                self._world.control(fault.where, "reset_prefix_cache")
             case "new content":
                 self.count(fault.kind)
                 self.bad_adapters.add(self._world.change_folder(fault.where % NUM_ADAPTERS))
@@ -172,6 +170,8 @@ class Faults:
                 if front.alive:
                     self.count(fault.kind)
                     front.unload_adapter(self._world.folders[fault.where % NUM_ADAPTERS])
+            case "held":
+                self._hold_all(fault.where)
             case "pause":
                 self._pause_scheduler()
             case "die_now" | "freeze" | "die_all":
@@ -191,6 +191,17 @@ class Faults:
         if kind == "scheduler_dies_twice":
             again = self._world.shape.start_s * self.tamper.rng.uniform(0.5, 2.0) + 0.01
             self._events.after(again, lambda: self._kill_scheduler("scheduler_dies"))
+
+    def _hold_all(self, where: int) -> None:
+        """Pause the engine, with or without running requests; resume it a second later, as often as it takes."""
+        self.count("held")
+        self._world.control(where, ("pause", "pause_new")[where % 2])
+
+        def resume() -> None:
+            self._world.control(where, "resume")
+            self._events.after(1.0, resume)
+
+        self._events.after(1.0, resume)
 
     def _pause_scheduler(self) -> None:
         """Freeze the scheduler for two seconds of simulated time, as if it did not get a CPU."""
@@ -242,9 +253,9 @@ class Faults:
             raise Violation(f"{name} has ended the workers {len(kills)} times")
 
     def is_bug(self, name: str, num_output: int) -> bool:
-        at = self._world.requests[name].bug
+        at = self._world.requests[client_id(name)].bug
         return at is not None and num_output >= at
 
     def is_poison(self, row: Row) -> bool:
-        at = self._world.requests[row.request_id].poison
+        at = self._world.requests[client_id(row.request_id)].poison
         return at is not None and (at < 0 or len(row.tokens) - row.num_prompt_tokens > at)

@@ -19,7 +19,7 @@ from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import AddRequest, Control, EndReason, Rejected
+from quire.protocol.wire.front_end_messages import AddRequest, CallsTool, Control, EndReason, Hypothesis, Rejected
 from quire.protocol.wire.link_messages import Message
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class SimClient:
     prompt_logprobs: dict[int, tuple[int, float]] = field(default_factory=dict)
     pooled: list[list[float]] = field(default_factory=list)
     experts: list[list[int]] = field(default_factory=list)
+    hypotheses: list[Hypothesis] = field(default_factory=list)
     ended: EndReason | None = None
     detail: str = ""
     num_counted: int = -1
@@ -111,10 +112,10 @@ class SimFront(SimProcess):
             case "engine_failed":
                 self.session.fail("the engine failed")
 
-    def reset_prefix_cache(self) -> None:
-        """Ask the scheduler to forget all contents, as an operator does."""
+    def control(self, kind: str) -> None:
+        """Send a command of an operator to the scheduler."""
         if self.session.accepts:
-            self._post(Control("reset_prefix_cache"))
+            self._post(Control(kind))
 
     def unload_adapter(self, adapter: AdapterRef) -> None:
         """Ask the scheduler to drop an adapter, as an operator does."""
@@ -273,6 +274,8 @@ class SimFront(SimProcess):
         after += client.num_forked
         if client.ended is not None:
             self.world.check_ending(self, client)
+            if client.request.tool and self.session.accepts:
+                self._post(CallsTool(client.request.name, client.request.tool))
             self._end_piece(client)
         elif kind == "abort" and len(client.tokens) >= after:
             self._leave(client)

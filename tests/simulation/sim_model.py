@@ -1,10 +1,11 @@
 """The fake model of a simulated worker: its tokens and their log probabilities."""
 
 from collections.abc import Callable
-from math import exp, log1p
+from math import exp, inf, log1p
 
-from fake_worker import Chunk, FakeWorker, Row, extend_context, logprob_rows
-from side_parts import with_rows
+from fake_worker import Chunk, FakeWorker, Row, candidates_after, client_id, extend_context, logprob_rows
+from side_parts import parts_of, with_rows
+from sim_settings import VOCAB_SIZE
 
 from quire.protocol.wire.side_rows import LOGPROBS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -24,6 +25,14 @@ def best_two(token: int, context: int, vocab_size: int) -> list[tuple[int, float
     return [(token, -both), ((token + GRAMMAR_STEP) % vocab_size, -gap(context) - both)]
 
 
+def candidates_of(context: int, count: int, *, even: bool) -> list[tuple[int, float]]:
+    """Return the most likely tokens after ``context``, or the most likely even ones and one that is excluded."""
+    if not even:
+        return candidates_after(context, count, VOCAB_SIZE)
+    found = candidates_after(context, 10 * count, VOCAB_SIZE)
+    return [*[each for each in found if not each[0] % 2][: count - 1], (1, -inf)]
+
+
 class SlotModel(FakeWorker):
     """The fake model; requests in ``even`` get the even token at or below the token that they would get otherwise.
 
@@ -35,7 +44,10 @@ class SlotModel(FakeWorker):
 
     def _answer(self, row: Row, index: int, context: int) -> int:
         token = super()._answer(row, index, context)
-        return token & ~1 if row.request_id in self.even else token
+        return token & ~1 if client_id(row.request_id) in self.even else token
+
+    def candidates(self, row: Row, context: int) -> list[tuple[int, float]]:
+        return candidates_of(context, row.num_candidates, even=client_id(row.request_id) in self.even)
 
     def answers(self, chunk: Chunk) -> list[tuple[int, int]]:
         """Return (context, token) of each token that the chunk will give; call before ``finish``."""
@@ -51,12 +63,15 @@ class SlotModel(FakeWorker):
     def finish(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         answered = [(chunk, self.answers(chunk)) for chunk in chunks]
         result = super().finish(chunks)
-        return with_rows(result, LOGPROBS, self._logprobs(answered))  # type: ignore[no-any-return]
+        beams = [part for part in parts_of(result, LOGPROBS) if self.rows[part[0]].is_search]
+        return with_rows(result, LOGPROBS, self._logprobs(answered, beams))  # type: ignore[no-any-return]
 
-    def _logprobs(self, answered: list[tuple[Chunk, list[tuple[int, int]]]]) -> list[SideRows]:
-        parts: list[tuple[int, int, Rows]] = []
+    def _logprobs(
+        self, answered: list[tuple[Chunk, list[tuple[int, int]]]], parts: list[tuple[int, int, Rows]]
+    ) -> list[SideRows]:
+        """Return ``parts`` and those of requests with log probabilities."""
         for chunk, answers in answered:
-            wanted = self.logprobs_of(chunk.row.request_id)
+            wanted = self.logprobs_of(client_id(chunk.row.request_id))
             if wanted is not None and answers:
                 best = [best_two(token, context, self.vocab_size) for context, token in answers]
                 parts.append((chunk.row.handle, 0, logprob_rows([[each[0], *each[:wanted]] for each in best])))

@@ -4,11 +4,13 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from scheduler_load import (
+from sim_settings import (
     EOS,
     MAX_MODEL_LEN,
+    VOCAB_SIZE,
     adapter_settings,
     encoder_settings,
+    layout_settings,
     pooling_settings,
     program_settings,
     random_settings,
@@ -16,14 +18,12 @@ from scheduler_load import (
 
 from quire.protocol.request.pooling_params import POOLING_TASKS
 
-VOCAB_SIZE = 1000
-
 FRAME_DAMAGE = ("drop", "double", "delay", "reorder", "truncate", "flip", "replay")
 DIRECTIONS = ("to_worker", "from_worker", "to_front", "from_front")
 WORKER_FAULTS = ("die_now", "die_in_prefill", "die_in_decode", "die_all", "die_at_start", "hang", "freeze", "slow")
 WRONG_RESULTS = ("oom", "wrong", "twice", "nan", "disagree", "fault")
 OTHERS = ("scheduler_dies", "scheduler_dies_twice", "front_dies", "not_reading", "clock_jump", "pause")
-RARE = ("poison", "bug", "trace_full", "reset", "new content", "unload")
+RARE = ("poison", "bug", "trace_full", "reset", "new content", "unload", "held")
 """Faults of some runs only."""
 KINDS = (
     *(f"{direction} {damage}" for direction in DIRECTIONS for damage in FRAME_DAMAGE),
@@ -33,7 +33,7 @@ KINDS = (
     *RARE,
 )
 """Every kind of fault, as counted. ``poison`` is counted each time that the request ends a worker, ``bug`` each time
-that the request ends the scheduler."""
+that the request ends the scheduler. ``held``: an operator pauses the engine for a while."""
 DEADLY = frozenset(
     {*WORKER_FAULTS, *WRONG_RESULTS, "scheduler_dies", "scheduler_dies_twice", "poison", "bug"}
     | {f"{direction} {damage}" for direction in ("to_worker", "from_worker") for damage in FRAME_DAMAGE}
@@ -59,13 +59,20 @@ POOLING_SEEDS = (0, 8)
 """Seeds modulo 13 in which requests are pooled, or ask for routed experts; none of them is a seed of a mutation."""
 ENCODER_SEEDS = (13, 60)
 """Seeds modulo 78 of these whose model keeps no KV, and only pools."""
+BEAM_SEEDS = (4, 9)
+"""Seeds modulo 12 with beam searches; none of them is a seed of a mutation."""
+LAYOUT_SEEDS = (4, 10)
+"""Seeds modulo 14 with the KV layout of a known model."""
+HELD_SHARE = 0.2
+"""Fraction of seeds in which an operator pauses the engine."""
 NUM_ADAPTERS = 5
+NUM_JOBS = 4
 PAGE_BYTES = 4096
 BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
 
 
-SWITCHES = ("disk", "adapters", "pooling", "encoder")
+SWITCHES = ("disk", "adapters", "pooling", "encoder", "beams")
 """Fields of a Scenario that are true or false."""
 
 
@@ -98,6 +105,10 @@ class SimRequest:
         so_far: the session's tokens when it arrives, which come before its own.
         task: what its prompt is turned into, or "" if it generates.
         experts: it asks for routed experts.
+        beams: width of its beam search; 0: it is none.
+        job: name of the job of which it is a step, or "". is_last_step: no other step of it may follow.
+        tool: what its answer calls, or "".
+        min_tokens, stops, repetition: other conditions of its end; ``stops``: it has stop tokens of its own.
     """
 
     at: float
@@ -122,6 +133,22 @@ class SimRequest:
     so_far: tuple[int, ...] = ()
     task: str = ""
     experts: bool = False
+    beams: int = 0
+    job: str = ""
+    is_last_step: bool = False
+    tool: str = ""
+    min_tokens: int = 0
+    stops: bool = False
+    repetition: bool = False
+
+    @property
+    def dimensions(self) -> int:
+        """Return the number of values of each pooled row; 0: all."""
+        return 0 if self.task == "classify" else (0, 0, 3, 6)[self.own[0] % 4]
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return random.Random(f"stops {self.own[0]}").sample(range(VOCAB_SIZE), 30) if self.stops else []
 
     @property
     def prompt(self) -> list[int]:
@@ -139,7 +166,8 @@ class SimRequest:
 @dataclass(frozen=True)
 class Scenario:
     """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk.
-    ``adapters``: requests have LoRA adapters. ``pooling``: the model pools. ``encoder``: it does nothing else."""
+    ``adapters``: requests have LoRA adapters. ``pooling``: the model pools. ``encoder``: it does nothing else.
+    ``beams``: some requests are beam searches."""
 
     seed: int
     requests: tuple[SimRequest, ...]
@@ -148,6 +176,7 @@ class Scenario:
     adapters: bool = False
     pooling: bool = False
     encoder: bool = False
+    beams: bool = False
 
     @property
     def has_forks(self) -> bool:
@@ -186,6 +215,7 @@ def shape_of(
     adapters: bool = False,
     pooling: bool = False,
     encoder: bool = False,
+    beams: bool = False,
 ) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
@@ -205,6 +235,7 @@ def shape_of(
             **settings,
             "tensor_parallel_size": num_ranks,
             "cpu_offload_bytes": num_host_pages * num_ranks * PAGE_BYTES if settings["enable_prefix_caching"] else 0,
+            **(layout_settings(random.Random(f"layout {seed}")) if seed % 14 in LAYOUT_SEEDS else {}),
             **(_disk_settings(seed, num_ranks) if disk else {}),
             **(_fork_settings(seed, settings) if forks else {}),
             **(adapter_settings(random.Random(f"adapters {seed}")) if adapters else {}),
@@ -212,7 +243,7 @@ def shape_of(
             **(pooling_settings(random.Random(f"pooling {seed}")) if pooling else {}),
             **(_encoder_settings(seed) if encoder else {}),
         },
-        real_runner=not (adapters or pooling) and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
+        real_runner=not (adapters or pooling or beams) and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 
@@ -290,7 +321,62 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         requests = [replace(each, adapter=of_adapters.choice(chosen)) for each in requests]
         kinds = ["new content"] * 3 + ["unload"] * 6
         faults += [Fault(round(of_adapters.uniform(0, at), 3), kind, of_adapters.randrange(30)) for kind in kinds]
-    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder)
+    if shape.settings["scheduling_policy"] in ("program", "continuum"):
+        requests = _with_jobs(random.Random(f"jobs {seed}"), requests)
+    beams = seed % 12 in BEAM_SEEDS and not encoder
+    requests = _with_conditions(random.Random(f"conditions {seed}"), requests, shape, beams=beams)
+    held = random.Random(f"held {seed}")
+    if held.random() < HELD_SHARE:
+        faults.append(Fault(round(held.uniform(BEGIN_S, at), 3), "held", held.randrange(6)))
+    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder, beams)
+
+
+def _with_jobs(rng: random.Random, requests: list[SimRequest]) -> list[SimRequest]:
+    """Return requests of which most are steps of a few jobs. Some jobs end, and are followed by others."""
+    made, num_jobs = [], NUM_JOBS
+    for request in requests:
+        is_last_step = rng.random() < 0.1
+        num_jobs += is_last_step
+        job = f"job {num_jobs - rng.randrange(NUM_JOBS)}" if rng.random() < 0.7 else ""
+        tool = rng.choice(("grep", "make", ""))
+        made.append(replace(request, job=job, is_last_step=bool(job) and is_last_step, tool=tool))
+    return made
+
+
+def _with_conditions(rng: random.Random, requests: list[SimRequest], shape: Shape, *, beams: bool) -> list[SimRequest]:
+    """Return requests of which some have more conditions of their end, or are beam searches.
+
+    The real sampler excludes stop tokens before ``min_tokens``, which the fake model does not.
+    """
+    parents = {request.fork[0] for request in requests}
+    made = []
+    for request in requests:
+        is_alone = not (request.fork[0] or request.name in parents or request.task)
+        if is_alone and not request.even:
+            min_tokens = 0 if shape.real_runner else min(rng.choice((0, 0, 0, 5)), request.max_tokens)
+            request = replace(request, min_tokens=min_tokens, repetition=rng.random() < 0.1, stops=rng.random() < 0.1)
+        if beams and is_alone and rng.random() < 0.3:
+            made.append(_search(rng, request, shape.settings["max_num_seqs"]))
+        else:
+            made.append(request)
+    return made
+
+
+def _search(rng: random.Random, request: SimRequest, most: int) -> SimRequest:
+    """Return a beam search with the prompt of a request, perhaps with its grammar."""
+    return replace(
+        request,
+        beams=min(rng.choice((1, 2, 3, 5)), most),
+        max_tokens=rng.randrange(1, 9),
+        ignore_eos=False,
+        logprobs=None,
+        prompt_logprobs=None,
+        experts=False,
+        min_tokens=0,
+        stops=False,
+        repetition=False,
+        own=(request.own[0], max(1, request.own[1])),
+    )
 
 
 def _with_pooling(rng: random.Random, requests: list[SimRequest], *, encoder: bool) -> list[SimRequest]:

@@ -1,5 +1,6 @@
 """A simulated scheduler process: the real loop over a simulated transport, child and hub."""
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sim_disk import SimPageFiles
 from sim_fairness import FairnessCheck
 from sim_process import SimProcess
+from sim_replays import KEYFRAME_STEPS
 from sim_wire import Wire
 
 from quire.protocol.config import EngineConfig
@@ -138,7 +140,7 @@ class SimScheduler(SimProcess):
         self.loop: SchedulerLoop | None = None
         self.child = SimChild(self)
         self._due = False
-        self.num_generated = 0
+        self.num_generated = self._first_step = 0
         self.fairness = FairnessCheck()
         world.events.after(world.shape.start_s, self._started)
 
@@ -177,8 +179,12 @@ class SimScheduler(SimProcess):
             self.world.faults.count("bug")
             self.die("a bug")
             return
-        if self.loop._scheduler is not None and "schedule" not in vars(self.loop._scheduler):
-            self._watch(self.loop._scheduler)
+        scheduler = self.loop._scheduler
+        if scheduler is not None and "schedule" not in vars(scheduler):
+            self._watch(scheduler)
+        if scheduler is not None and scheduler.last_step >= self._first_step + KEYFRAME_STEPS:
+            self._first_step = sys.maxsize
+            self.loop._journal.log.keyframe(self.world.events.now, scheduler)
         self.world.check_scheduler(self)
 
     def _watch(self, scheduler: Scheduler) -> None:

@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from fake_worker import Chunk
-from scheduler_load import damaged
-from side_parts import parts_of
+from fake_worker import Chunk, client_id
+from side_parts import parts_of, with_rows
 from sim_disk import TwoTiers
 from sim_grammars import EVEN_TOKENS
 from sim_model import SlotModel
 from sim_process import SimProcess
 from sim_scenario import PAGE_BYTES
+from sim_settings import VOCAB_SIZE
 
 from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
-from quire.protocol.wire.side_rows import POOLED
+from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, find_rows
 from quire.protocol.wire.transfer_messages import DiskContents, DiskPages, HostPages, MoveBlocks
 from quire.protocol.wire.worker_messages import (
     Configure,
@@ -402,7 +402,7 @@ class SimWorker(SimProcess):
         if sampled and world.faults.take_worker_fault("nan", 0):
             pooled = [handle for handle, _, _ in parts_of(result, POOLED)]
             handle = world.faults.tamper.rng.choice([*self.model._last_handles, *pooled])  # type: ignore[union-attr]
-            world.faults.bad_logits.add(self.model.rows[handle].request_id)  # type: ignore[union-attr]
+            world.faults.bad_logits.add(client_id(self.model.rows[handle].request_id))  # type: ignore[union-attr]
             return msgspec.structs.replace(result, bad=[handle])
         if sampled and world.faults.take_worker_fault("wrong", 0):
             return damaged(result, world.faults.tamper.rng.randrange(4))
@@ -435,3 +435,24 @@ def _proposed(launched: _Launched) -> Proposed:
         np.array([len(chunk.drafts) for chunk in named], np.int32),
         np.array([draft for chunk in named for draft in chunk.drafts], np.int32),
     )
+
+
+def damaged(result: ModelRunnerOutput, kind: int) -> ModelRunnerOutput:
+    """Return results that no worker that follows the protocol would send."""
+    if (pooled := find_rows(result.side, POOLED)) is not None and kind:
+        handles, starts, widths = pooled.handles, pooled.starts, pooled.widths
+        wrong = ([*handles[1:], 999], starts, widths), (handles, [1 + each for each in starts], widths)
+        told = *wrong, (handles, starts, [1 + each for each in widths])
+        handles, starts, widths = told[kind - 1]
+        return with_rows(result, POOLED, msgspec.structs.replace(pooled, handles=handles, starts=starts, widths=widths))
+    if (experts := find_rows(result.side, ROUTED_EXPERTS)) is not None and kind == 1:
+        return with_rows(
+            result, ROUTED_EXPERTS, msgspec.structs.replace(experts, widths=[each + 1 for each in experts.widths])
+        )
+    if kind == 1 and result.tokens is not None:
+        return msgspec.structs.replace(result, tokens=np.append(result.tokens[1:], VOCAB_SIZE).astype(np.int32))
+    if kind == 2 and result.tokens is not None:
+        return msgspec.structs.replace(result, tokens=np.append(result.tokens, 1).astype(np.int32))
+    if kind == 3 and result.handles is not None and len(result.handles):
+        return msgspec.structs.replace(result, handles=np.append(result.handles[1:], 999).astype(np.int32))
+    return msgspec.structs.replace(result, step=result.step + 1)

@@ -21,6 +21,7 @@ from sim_front import SimClient, SimFront
 from sim_grammars import InlinePool, even_helpers
 from sim_net import Net
 from sim_process import SimProcess
+from sim_replays import check_replays
 from sim_scenario import EOS, NUM_ADAPTERS, SWITCHES, Scenario, SimRequest, shape_of
 from sim_scheduler import SimScheduler
 from sim_violation import Violation
@@ -34,7 +35,8 @@ from quire.protocol.errors import QuireError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.process.child import Command, Report
 from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Configure
@@ -98,6 +100,7 @@ class World:
         self.trace: list[bytes] = []
         self.schedulers: list[SimScheduler] = []
         self.fatal_error: QuireError | None = None
+        self.has_replays = True
         self.requests = {request.name: request for request in reversed(scenario.requests)}
         self._unborn = [request for request in scenario.requests if request.fork[1]]
         self.folders = [adapter_ref(f"adapter {number}") for number in range(NUM_ADAPTERS)]
@@ -209,6 +212,8 @@ class World:
             raise Violation(f"workers were lost at {when:.3f} s without a deadly fault")
         self.policy.check()
         self._check_trace()
+        for each in self.schedulers if self.has_replays else ():
+            check_replays(each, self.scenario.seed)
         process = self.scheduler
         if process is None or process.scheduler is None:
             raise Violation("no scheduler at the end")
@@ -293,6 +298,12 @@ class World:
     def salt_of(self, request_id: str) -> str:
         return self.requests[request_id].salt
 
+    def control(self, where: int, kind: str) -> None:
+        """An operator sends a command to the scheduler, by one of the front ends."""
+        front = self.fronts.get(where % self.shape.num_fronts)
+        if front is not None and front.alive:
+            front.control(kind)
+
     def logprobs_of(self, request_id: str) -> int | None:
         return self.requests[request_id].logprobs
 
@@ -303,21 +314,41 @@ class World:
 
     def message(self, request: SimRequest) -> AddRequest:
         request = self.requests[request.name]  # the model identifies requests by name, so each name has one prompt
-        return make_request(
+        message = make_request(
             request.name,
             request.prompt,
-            max_tokens=request.max_tokens,
-            ignore_eos=request.ignore_eos,
             priority=request.priority,
             tenant=request.tenant,
             cache_salt=request.salt,
             arrival=self.events.now,
+            adapter=self.adapter_of(request),
+            pooling=PoolingParams(request.task, request.dimensions) if request.task else None,
+            job_id=request.job,
+            is_last_step=request.is_last_step,
+        )
+        return msgspec.structs.replace(message, sampling=self.sampling_of(request))
+
+    def sampling_of(self, request: SimRequest) -> SamplingParams:
+        grammar = StructuredOutputs(regex="even") if request.even else None
+        if request.beams:
+            return SamplingParams(
+                use_beam_search=True,
+                beam_width=request.beams,
+                max_tokens=request.max_tokens,
+                length_penalty=(-1.0, 0.0, 1.0)[request.own[0] % 3],
+                early_stopping=(False, True, "never")[request.own[1] % 3],
+                structured_outputs=grammar,
+            )
+        return SamplingParams(
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=request.stop_token_ids,
+            repetition_detection=RepetitionDetection(max_pattern_size=3, min_count=2) if request.repetition else None,
             temperature=0.0,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            structured_outputs=StructuredOutputs(regex="even") if request.even else None,
-            adapter=self.adapter_of(request),
-            pooling=PoolingParams(request.task) if request.task else None,
+            structured_outputs=grammar,
             return_routed_experts=request.experts,
         )
 

@@ -135,7 +135,8 @@ class Programs(Feature):
         self._paused.pop(program, None)
         self.pins.returned(program)
         program.number = program.number or request.number
-        if job_id and not program.job_id:
+        # The job of a fork may be another program's than its parent's, which then keeps its name.
+        if job_id and not program.job_id and (program.tenant, job_id) not in self.known:
             self._matcher.forget(program)
             program.job_id = job_id
         self.known[_key(program)] = program

@@ -1,13 +1,10 @@
 """Beam searches in the scheduler: their requests, blocks and ends; what they find is compared with a search alone."""
 
-import random
 from typing import Any
 
 import pytest
 from fake_worker import FakeWorker
 from scheduler_driver import Driver, change
-from scheduler_load import Load, random_settings
-from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason
 
@@ -113,17 +110,3 @@ def test_result_without_candidates_ends_the_search(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(FakeWorker, "_sample", lambda worker, chunks: change(sample(worker, chunks), side=[]))
     driver.finish()
     assert driver.answers["s"].reason is EndReason.ERROR
-
-
-@pytest.mark.parametrize("seed", thinned(range(1000, 1300), keep=12))
-def test_random_loads_with_searches(seed: int) -> None:
-    """Tiny pools, preemption, restarts, forks beside them: each search finds what it finds alone, also in a replay."""
-    rng = random.Random(seed)
-    driver = Driver(**random_settings(rng))
-    load = Load(rng, driver)
-    load.fixed_budget = True
-    for _ in range(40):
-        load.random_event()
-    load.drain(400)
-    load.check_answers()
-    assert driver.replay_lines() is None

@@ -1,11 +1,9 @@
 """The disk behind the prefix cache: demotions, restarts, and contents that must not be found again."""
 
-import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from fake_pages import random_faults
 from keyframed_runs import keyframe_of
 from log_replay import replay
 from scheduler_driver import Driver, expected_tokens
@@ -315,38 +313,3 @@ def test_answers_that_fit_no_demotion_are_counted() -> None:
     before = engine.scheduler.statistics().num_stray_messages
     engine.consume(BlocksMoved(engine.moves[-1].transfer))
     assert engine.scheduler.statistics().num_stray_messages == before + 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(6))
-def test_random_restarts(seed: int) -> None:
-    """Engines that follow each other on one disk, some with faults in the pages; each answer is right."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(1, 900) for _ in range(rng.randrange(4, 50))] for _ in range(4)]
-    engine = None
-    for life in range(4):
-        settings = {"num_host_pages": rng.choice([0, 5, 40]), "num_disk_pages": rng.choice([5, 40, 200])}
-        engine = Driver(rng.choice([34, 60]), **settings, async_scheduling=rng.random() < 0.5, before=engine)
-        engine.worker.host.fault = random_faults(rng, 0.1 * (life % 2))
-        asked: dict[str, list[int]] = {}
-        for number in range(150):
-            dice = rng.random()
-            if dice < 0.15 and len(engine.scheduler.table.requests) < 8:
-                asked[str(number)] = rng.choice(prompts) + [rng.randrange(1, 900) for _ in range(rng.randrange(1, 8))]
-                engine.add(str(number), asked[str(number)], max_tokens=rng.randrange(1, 20))
-            elif dice < 0.17:
-                engine.read_disk()
-            elif dice < 0.18:
-                engine.control("reset_prefix_cache")
-            elif dice < 0.19:
-                engine.restart_worker()
-            else:
-                engine.random_step(rng)
-        if life == 2:
-            continue  # it is killed
-        engine.finish()
-        engine.settle()
-        for request_id, prompt in asked.items():
-            answer = engine.answers[request_id]
-            assert answer.rejected is not None or answer.tokens == expected_tokens(prompt, len(answer.tokens))
-        assert engine.replay_lines() is None

@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from log_replay import replay
 from scheduler_driver import Driver, expected_tokens
-from scheduler_load import Load, random_settings
-from tiers import thinned
 from waiting_request import waiting_request
 
 from quire.scheduler_proc.features.tenants import equal_parts
@@ -345,27 +342,6 @@ def test_flood_of_another_tenant_costs_few_steps(asynchronous: bool) -> None:
 
 
 # ---- random runs
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "seed", thinned([*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 60))], keep=2)
-)
-def test_random_runs_of_several_tenants(seed: int) -> None:
-    """Decisions do not depend on steady decode, outputs are correct, and a replay without tokens decides the same."""
-    rng = random.Random(seed)
-    chosen = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 1) | {"num_tenants": seed % 4}
-    drivers = Driver(**chosen), Driver(steady_decode=False, **chosen)
-    load = Load(rng, *drivers)
-    load.num_tenants, load.fixed_budget = 3, True
-    while len(drivers[0].diffs) < 60:
-        load.random_event()
-    load.drain()
-    load.check_answers()
-    assert drivers[0].answers == drivers[1].answers
-    assert drivers[0].scheduler.statistics() == drivers[1].scheduler.statistics()
-    assert replay(drivers[0].header, list(drivers[0].log), check=True) is None
-    assert drivers[0].replay_lines() is None
 
 
 def test_a_flood_does_not_push_others_out_of_host_memory() -> None:

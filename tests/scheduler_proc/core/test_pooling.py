@@ -1,29 +1,17 @@
 """Pooled requests: they end with the last token of their prompt, sample nothing, and each client gets its own rows."""
 
-import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_worker import pooled_row
+from fake_worker import contexts_of, pooled_row
 from keyframed_runs import keyframe_of, tails
 from lines_in_memory import numbered, record_log
 from log_replay import replay
 from msgspec.structs import replace
 from scheduler_driver import Driver, change, expected_tokens, make_config
-from scheduler_load import (
-    Load,
-    adapter_settings,
-    contexts_of,
-    encoder_settings,
-    pooling_settings,
-    program_settings,
-    random_settings,
-)
 from side_parts import with_rows
-from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
@@ -472,53 +460,3 @@ def test_trace_has_the_task_but_no_vectors_and_replays(prompts: bool) -> None:
     assert replay_lines(numbered(lines), check=True) is None
     (tail,) = tails(driver)
     assert replay(driver.header, tail, check=True) is None
-
-
-SEEDS = range(24)
-TOTALS: Counter[str] = Counter()
-
-
-def settings_of(seed: int, rng: random.Random) -> dict[str, Any]:
-    """Return settings of an encoder, or of an engine with adapters, programs or plain requests."""
-    settings = random_settings(rng, hybrid=seed % 3 == 0, drafts=seed % 4 > 0)
-    kinds = (encoder_settings, adapter_settings, program_settings, None, None, encoder_settings, None, None)
-    kind = kinds[seed % 8]
-    return settings | pooling_settings(rng) | ({} if kind is None else kind(rng))
-
-
-@pytest.mark.parametrize("seed", thinned(SEEDS, keep=2))
-def test_random_events(seed: int) -> None:
-    """Each client gets exactly its own rows, steady decode changes nothing, and every decision is replayed."""
-    rng = random.Random(seed)
-    settings = settings_of(seed, rng)
-    plain = Driver(steady_decode=False, **settings)
-    plain.scheduler.planner.admission_obstacle = plain.scheduler.planner.admit  # type: ignore[method-assign]
-    several = seed % 2 > 0  # tenants, of which the first driver alone takes claims
-    load = Load(rng, *([Driver(**settings)] if several else [Driver(**settings), plain]))
-    load.num_tenants = 3 if several else 1
-    load.fixed_budget = True
-    while len(load.driver.diffs) < 60:
-        load.random_event()
-    load.drain()
-    load.check_answers()
-    first, last = load.drivers[0], load.drivers[-1]
-    assert first.answers == last.answers
-    assert first.scheduler.statistics() == last.scheduler.statistics()
-    assert first.replay_lines() is None
-    assert replay(first.header, list(first.log)) is None
-    statistics = first.scheduler.statistics()
-    TOTALS.update(
-        pooled=first.scheduler.core.num_without_tokens,
-        preemptions=statistics.num_preemptions,
-        kills=load.num_kills,
-        damaged=load.num_damaged,
-        hits=statistics.prefix_cache_hit_tokens,
-    )
-
-
-@pytest.mark.full
-def test_random_events_reach_all_cases() -> None:
-    if not TOTALS:
-        pytest.skip("counts the runs of test_random_events")
-    least = {"pooled": 200, "preemptions": 50, "kills": 10, "damaged": 10, "hits": 500}
-    assert {name: TOTALS[name] for name in least if TOTALS[name] < least[name]} == {}

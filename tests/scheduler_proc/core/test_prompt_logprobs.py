@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_worker import prompt_logprobs_of
 from kv_cases import full, layout_of, sliding
 from scheduler_driver import Driver, change, end_of, expected_tokens
-from scheduler_load import prompt_logprobs_of
 
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.front_end_messages import EndReason, StepOutputs

@@ -1,9 +1,8 @@
 """Steps whose vectors and routed experts would exceed the size of a result: the rest is for later steps."""
 
 import pytest
-from fake_worker import pooled_row, routed_row
+from fake_worker import contexts_of, pooled_row, routed_row
 from scheduler_driver import Driver
-from scheduler_load import contexts_of
 
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.model.pooling_config import PoolingConfig

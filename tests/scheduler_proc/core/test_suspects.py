@@ -1,6 +1,5 @@
 """Worker deaths: no request loses a token, and a request that always crashes the workers is found and fails alone."""
 
-import random
 from typing import Any
 
 import pytest
@@ -135,22 +134,3 @@ def test_aborted_suspect_releases_the_other_requests() -> None:
     driver.run()
     assert end_of(driver, "b")[0] is end_of(driver, "c")[0] is EndReason.LENGTH
     assert driver.num_deaths == 2
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_worker_deaths_change_no_output(seed: int) -> None:
-    rng = random.Random(seed)
-    settings: dict[str, Any] = {"num_blocks": 20, "max_num_batched_tokens": 16, "max_num_seqs": 3}
-    driver = CrashingDriver({}, async_scheduling=rng.random() < 0.7, **settings)
-    names = "abcdefgh"
-    add_all(driver, names, 15)
-    progress, deaths = 0, 0
-    while driver.scheduler.table.requests:
-        driver.random_step(rng)
-        received = sum(len(answer.tokens) for answer in driver.answers.values())
-        if rng.random() < 0.05 and received > progress:  # deaths without a token in between would make suspects
-            progress, deaths = received, deaths + 1
-            driver.restart_worker()
-    assert deaths > 3
-    check(driver, names, set(), 15)
-    assert driver.replay_lines() is None

@@ -229,6 +229,15 @@ def test_forks_belong_to_the_program_of_their_parent() -> None:
     agents.finish()
 
 
+def test_a_fork_with_the_job_of_another_program_leaves_that_its_name() -> None:
+    agents = Agents()
+    agents.start(agents.words(), job_id="run")
+    parent, program = agents.start(agents.words())
+    _, other = agents.start([], forked_from=parent, num_forked_tokens=40, job_id="run")
+    assert other is program is not None and program.job_id == ""
+    agents.finish()
+
+
 class Turns:
     """A Matcher, and prompts whose blocks are known by texts."""
 

@@ -1,9 +1,7 @@
 """A Scheduler restored from a keyframe repeats the recorded decisions, so that the dump of an old engine replays."""
 
-import random
 import threading
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -16,8 +14,6 @@ from lines_in_memory import numbered, record_log
 from log_replay import replay
 from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
-from scheduler_load import Load, random_settings
-from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
@@ -39,62 +35,9 @@ from quire.scheduler_proc.trace.lines import (
     encode_line,
 )
 
-SEEDS = range(24)
-EVENTS = 22
-
-
-def go_idle(load: Load, rng: random.Random) -> None:
-    """Go idle; sometimes with leftovers: a pause, a halved budget, results of an earlier worker epoch."""
-    driver = load.driver
-    alive = list(driver.scheduler.table.requests)
-    if rng.random() < 0.5:
-        for client, request_id in alive:
-            driver.abort(request_id, client=client)
-        if rng.random() < 0.5:
-            if driver.config.enable_chunked_prefill and driver.scheduler.halve_token_budget():
-                driver.log.token_budget_halved(0.0)
-            driver.begin_worker_epoch()
-    else:
-        driver.control("resume")
-        for client, request_id in alive:
-            driver.release(request_id, client)
-    driver.run()
-    if rng.random() < 0.3:
-        driver.control(rng.choice(("pause", "pause_new")))
-
-
-@lru_cache
-def idle_run(seed: int) -> Driver:
-    """Run a random load that goes idle twice, each time with a keyframe."""
-    rng = random.Random(seed)
-    load = Load(rng, Driver(**random_settings(rng)))
-    load.fixed_budget = True
-    for _ in range(2):
-        for _ in range(EVENTS):
-            load.random_event()
-        load.held.clear()
-        go_idle(load, rng)
-        keyframe_of(load.driver)
-    for _ in range(EVENTS):
-        load.random_event()
-    return load.driver
-
 
 def as_file(driver: Driver, records: list[Record]) -> list[AnyLine]:
     return [decode_line(encode_line(line)) for line in record_log(driver.header, records)]
-
-
-@pytest.mark.parametrize("seed", thinned(SEEDS, keep=3))
-def test_replay_from_a_keyframe_repeats_all_decisions(seed: int) -> None:
-    """With tokens, and as a trace with short hashes. The second keyframe lies within the first tail."""
-    driver = idle_run(seed)
-    assert replay(driver.header, list(driver.log), check=True) is None
-    assert len(tails(driver)) == 2
-    for records in tails(driver):
-        assert replay(driver.header, records, check=True) is None
-        lines = as_file(driver, records)
-        assert isinstance(lines[0], Header) and not lines[0].complete and isinstance(lines[1], Keyframe)
-        assert replay_lines(numbered(lines), check=True) is None
 
 
 @pytest.mark.full

@@ -7,46 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from keyframed_runs import dump_of, keyframe_of, tails
+from keyframed_runs import dump_of, keyframe_of
 from lines_in_memory import numbered, record_log
-from log_replay import replay
 from scheduler_driver import Driver, change
-from scheduler_load import Load, adapter_settings, program_settings, random_settings
 from tiers import thinned
 
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.replay_trace import replay_trace
 from quire.scheduler_proc.trace.event_log import EventLog, RecordKind
-from quire.scheduler_proc.trace.lines import Header, Keyframe, decode_line, encode_line
+from quire.scheduler_proc.trace.lines import Keyframe
 from quire.scheduler_proc.trace.snapshot import Column, Snapshot
 
 SECRET = 777
 POLICIES = ["fcfs", "priority", "program", "continuum"]
-
-
-def random_run(seed: int) -> Driver:
-    """Run a random load, with a snapshot amid it and another one later."""
-    rng = random.Random(seed)
-    settings = random_settings(rng)
-    settings |= (program_settings, adapter_settings, lambda _: {"num_tenants": 3})[seed % 3](rng)
-    load = Load(rng, Driver(**settings))
-    load.fixed_budget = True
-    for _ in range(3):
-        for _ in range(25):
-            load.random_event()
-        keyframe_of(load.driver)
-    return load.driver
-
-
-@pytest.mark.parametrize("seed", thinned(range(24), keep=1))
-def test_replay_from_a_snapshot_repeats_all_decisions(seed: int) -> None:
-    """With tokens, and as a trace: drafts, adapters, programs, tenants, beams, forks, tiers and steps in flight."""
-    driver = random_run(seed)
-    for records in tails(driver)[:2]:
-        assert replay(driver.header, records, check=True) is None
-        lines = [decode_line(encode_line(line)) for line in record_log(driver.header, records)]
-        assert isinstance(lines[0], Header) and not lines[0].complete and isinstance(lines[1], Keyframe)
-        assert replay_lines(numbered(lines), check=True) is None
 
 
 @lru_cache

@@ -33,6 +33,14 @@ def extend_context(context: int, token: int) -> int:
     return ((context ^ token) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
 
 
+def contexts_of(tokens: list[int]) -> list[int]:
+    """Return the context up to each token."""
+    contexts = [0]
+    for token in tokens:
+        contexts.append(extend_context(contexts[-1], token))
+    return contexts[1:]
+
+
 def next_token(context: int, vocab_size: int) -> int:
     """Return the token that the fake model samples after ``context``."""
     return (context >> 40) % vocab_size
@@ -50,6 +58,12 @@ def candidates_after(context: int, count: int, vocab_size: int) -> list[tuple[in
 def prompt_logprob(context: int) -> float:
     """Return the log probability of the prompt token with which the context becomes this one."""
     return -float(context % 97)
+
+
+def prompt_logprobs_of(prompt: list[int]) -> dict[int, tuple[int, float]]:
+    """Return the log probabilities of the tokens of a prompt, by position, without the first."""
+    contexts = contexts_of(prompt)
+    return {at: (token, prompt_logprob(contexts[at])) for at, token in enumerate(prompt) if at}
 
 
 def pooled_row(context: int, width: int) -> list[float]:
@@ -90,6 +104,7 @@ class Row:
     num_computed: int = 0
     prompt_width: int = 0
     num_candidates: int = 0
+    is_search: bool = False
     active: bool = True
     adapter: int = 0
     pooling: PoolingParams | None = None
@@ -316,6 +331,7 @@ class FakeWorker:
         wanted = new.sampling.prompt_logprobs
         row.prompt_width = 0 if wanted is None else wanted + 1
         row.num_candidates = new.sampling.num_candidates or 0
+        row.is_search = new.sampling.use_beam_search
         row.adapter = new.adapter
         row.pooling = new.pooling
         row.num_routed = 0 if new.sampling.return_routed_experts else -1
@@ -484,6 +500,10 @@ class FakeWorker:
         row.know(self._answer(row, len(row.tokens), row.contexts[-1]))
         return row.tokens[-1 - chunk.num_accepted :]
 
+    def candidates(self, row: Row, context: int) -> list[tuple[int, float]]:
+        """Return the most likely tokens of a beam; those that its grammar excludes have a log probability of -inf."""
+        return candidates_after(context, row.num_candidates, self.vocab_size)
+
     def _sample(self, chunks: list[Chunk]) -> ModelRunnerOutput:
         handles, tokens, counts, bad, drafts = [], [], [], [], []
         failed = []
@@ -494,7 +514,7 @@ class FakeWorker:
                 continue
             if row.num_candidates:
                 context = row.contexts[-2] ^ self.adapters.mix(row.adapter)
-                found = candidates_after(context, row.num_candidates, self.vocab_size)
+                found = self.candidates(row, context)
                 logprobs.append((row.handle, 0, logprob_rows([[(token, 0.0), *found] for token in sampled])))
             num_output = len(row.tokens) - row.num_prompt_tokens
             once = (row.request_id, num_output)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from quire.protocol.model.kv_layout import KVGroup, KVLayout
+import msgspec
+
+from quire.bench.measure.shapes import find_shape
+from quire.protocol.model.kv_layout import KVGroup, KVLayout, kv_layout
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 
@@ -87,3 +90,22 @@ def picture(kv: KVCacheManager) -> object:
         [({k: list(v) for k, v in m.req_to_blocks.items()}, dict(m.num_cached_block)) for m in managers],
         kv.pool.cached_block_hash_to_block.blocks(),
     )
+
+
+LAYOUTS = {
+    "full": ("llama-3.1-8b", 0),
+    "one window": ("mistral-7b", 0),
+    "two groups": ("gpt-oss-20b", 0),
+    "seven groups": ("gemma-3-1b", 0),
+    "shared KV": ("gemma-3-1b", 8),
+}
+"""Models, and the number of their last layers that read the caches of earlier ones."""
+
+
+def layout_like(name: str, window: int, block_size: int) -> KVLayout:
+    """Return the layout of one of LAYOUTS with another window."""
+    shape, num_shared = LAYOUTS[name]
+    model = find_shape(shape)
+    owners = [layer % 6 if layer >= model.num_layers - num_shared else layer for layer in range(model.num_layers)]
+    windows = [each and window for each in model.windows]
+    return kv_layout(msgspec.structs.replace(model, windows=windows, cache_sources=owners), block_size, "bfloat16")

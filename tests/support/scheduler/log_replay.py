@@ -1,11 +1,13 @@
 """Replays an event log, which has the tokens, through a new Scheduler: the reference for the replay of trace lines."""
 
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 
 from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.front_end_messages import StepOutputs
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.scheduler import Scheduler
@@ -23,25 +25,69 @@ class Difference(msgspec.Struct, frozen=True):
     decided: str
 
 
-def replay(header: TraceHeader, records: Iterable[Record], *, check: bool = False) -> Difference | None:
+def replay(
+    header: TraceHeader, records: Iterable[Record], *, check: bool = False, beside: Scheduler | None = None
+) -> Difference | None:
     """Feed a new Scheduler what the recorded one consumed; return None when every decision is the same.
 
     A keyframe as the first record is the starting state, all of which the Scheduler must then have.
 
     Args:
         check: call the Scheduler's ``check()`` after every record.
+        beside: another Scheduler, which must decide the same, send clients the same and count the same.
     """
-    scheduler = header.make_scheduler()
+    schedulers = [header.make_scheduler(), *([] if beside is None else [beside])]
     consumed: Codec[Any] = Codec(Consumed)
     produced: Codec[Any] = Codec(SchedulerOutput)
     for index, record in enumerate(records):
-        difference = _replay_record(scheduler, record, index, consumed, produced)
-        scheduler.take_messages()
-        if difference is not None:
-            return difference
-        if check:
-            scheduler.check()
+        sent = []
+        for scheduler in schedulers:
+            difference = _replay_record(scheduler, record, index, consumed, produced)
+            if difference is not None:
+                return difference
+            sent.append(scheduler.take_messages())
+            if check:
+                scheduler.check()
+        if beside is not None:
+            assert told_to_clients(sent[0]) == told_to_clients(sent[1]), "other messages to clients"
+            assert counters_of(schedulers[0]) == counters_of(beside), "other counters"
+    if beside is not None:
+        assert schedulers[0].statistics() == beside.statistics(), "other statistics"
     return None
+
+
+def plain_scheduler(header: TraceHeader) -> Scheduler:
+    """Return a Scheduler without steady decode, which tries to admit waiting requests again in each step.
+
+    With tenants it remembers refusals as well: what prefills get depends on which request was refused.
+    """
+    scheduler = header.make_scheduler(steady_decode=False)
+    if header.config.num_tenants < 2:
+        scheduler.planner.admission_obstacle = scheduler.planner.admit  # type: ignore[method-assign]
+    return scheduler
+
+
+def counters_of(scheduler: Scheduler) -> dict[tuple[int, str], tuple[object, ...]]:
+    """Return the progress of each live request, and why it waits."""
+    return {
+        key: (
+            request.num_tokens,
+            request.num_computed_tokens,
+            request.num_acknowledged_tokens,
+            request.num_output_placeholders,
+            request.num_in_flight,
+            request.num_tokens_to_compute,
+            request.wait_reason,
+        )
+        for key, request in scheduler.table.requests.items()
+    }
+
+
+def told_to_clients(messages: list[tuple[int, Any]]) -> str:
+    """Describe messages to clients; the order of clients and of new handles has no meaning."""
+    steps = sorted(((client, m) for client, m in messages if isinstance(m, StepOutputs)), key=itemgetter(0))
+    ordered = [(client, msgspec.structs.replace(m, introduced=sorted(m.introduced, key=repr))) for client, m in steps]
+    return repr((ordered, [each for each in messages if not isinstance(each[1], StepOutputs)]))
 
 
 def _replay_record(

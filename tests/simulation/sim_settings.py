@@ -1,0 +1,103 @@
+"""Settings of a simulated engine, drawn at random: tiny pools, odd sizes and any combination of switches."""
+
+import random
+from typing import Any
+
+from kv_cases import LAYOUTS, layout_like
+
+from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.pooling_config import PoolingConfig
+
+VOCAB_SIZE = 1000
+EOS = list(range(0, VOCAB_SIZE, 40))
+MAX_MODEL_LEN = 40
+
+
+def random_layout(rng: random.Random) -> KVLayout:
+    """Return one to three groups; block sizes are multiples of the smallest."""
+    smallest = rng.choice((1, 2, 4))
+    kinds = ["full_attention", "sliding_window"]
+    groups = [KVGroup(rng.choice(kinds), smallest, [0], rng.randrange(1, 12))]
+    for _ in range(rng.randrange(3)):
+        groups.append(KVGroup(rng.choice(kinds), smallest * rng.choice((1, 1, 2, 3)), [0], rng.randrange(1, 12)))
+    rng.shuffle(groups)
+    return KVLayout(groups, num_kv_heads=1, head_dim=4, dtype="float32")
+
+
+def random_settings(rng: random.Random) -> dict[str, Any]:
+    """Return settings with tiny pools, odd chunk sizes and any combination of switches."""
+    layout = random_layout(rng) if rng.random() < 0.6 else None
+    num_drafts = rng.choice((0, 0, 1, 3))
+    asynchronous = rng.random() < 0.7
+    max_num_seqs = rng.choice((1, 3, 8))
+    least = max_num_seqs * (1 + num_drafts)
+    chunked = rng.random() < 0.8
+    num_blocks = rng.choice((6, 10, 14, 40, 60))
+    return {
+        "layout": layout,
+        "num_blocks": num_blocks,
+        "num_host_pages": (0, 6, 60)[(num_blocks + max_num_seqs) % 3],  # without another random number
+        "block_size": rng.choice((1, 2, 4, 8)),
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(least, rng.choice((8, 13, 64)) if chunked else MAX_MODEL_LEN),
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": rng.random() < 0.85,
+        "long_prefill_token_threshold": rng.choice((0, 0, 3, 7)) if chunked else 0,
+        "max_prefill_share": rng.choice((0.1, 0.5, 1.0)),
+        "async_scheduling": asynchronous,
+        "scheduling_policy": rng.choice(("fcfs", "priority")),
+        "reserve_full_sequence": rng.random() < 0.1,
+        "watermark": rng.choice((0.0, 0.0, 0.1)),
+        "kv_pressure_high": (0.8, 1.0, 1.0)[(num_blocks + least) % 3],
+        "kv_pressure_low": (0.5, 1.0, 1.0)[(num_blocks + least) % 3],
+        "max_num_queued_reqs": rng.choice((0, 0, 4)),
+        "num_speculative_tokens": num_drafts,
+        "adaptive": rng.random() < 0.7,
+        "enable_return_routed_experts": True,
+        "eos": EOS,
+    }
+
+
+def adapter_settings(rng: random.Random) -> dict[str, Any]:
+    """Return settings with few slots for many adapters."""
+    max_loras = rng.choice((1, 1, 2, 4))
+    return {"enable_lora": True, "max_loras": max_loras, "max_cpu_loras": max_loras + rng.choice((1, 1, 3))}
+
+
+def program_settings(rng: random.Random) -> dict[str, Any]:
+    """Return settings with a policy that needs programs."""
+    return {"scheduling_policy": rng.choice(("program", "continuum")), "enable_prefix_caching": True}
+
+
+def pooling_settings(rng: random.Random) -> dict[str, Any]:
+    """Return settings whose model generates, and pools in all ways."""
+    pooling = PoolingConfig(
+        tasks=["embed", "token_embed", "classify"],
+        pooling=rng.choice(("last", "last", "mean", "cls")),
+        size=6,
+        labels=["yes", "no"],
+    )
+    return {"pooling": pooling}
+
+
+def encoder_settings(rng: random.Random) -> dict[str, Any]:
+    """Return settings whose model keeps no KV, and only pools."""
+    return pooling_settings(rng) | {
+        "generates": False,
+        "layout": KVLayout([], num_kv_heads=1, head_dim=4, dtype="float32"),
+        "num_blocks": 2,
+        "num_host_pages": 0,
+        "enable_chunked_prefill": False,
+        "long_prefill_token_threshold": 0,
+        "max_num_batched_tokens": rng.choice((MAX_MODEL_LEN, 64)),
+        "num_speculative_tokens": 0,
+    }
+
+
+def layout_settings(rng: random.Random) -> dict[str, Any]:
+    """Return the layout of one of LAYOUTS, and a pool that has room for a few requests."""
+    block_size = rng.choice((1, 2, 4, 8))
+    layout = layout_like(rng.choice(sorted(LAYOUTS)), rng.randrange(1, 30), block_size)
+    blocks_of_a_request = len(layout.groups) * (MAX_MODEL_LEN // block_size + 1)
+    return {"layout": layout, "num_blocks": 1 + rng.randrange(2, 6) * blocks_of_a_request}
