@@ -4,6 +4,9 @@ httpx would save a few lines here, but then each installation that serves would 
 engines`` alone; only benchmarks need its pools and streams.
 """
 
+import http.client
+import os
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -22,26 +25,58 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class PlainServer:
-    """A server at ``url``. Proxies of the environment are not used."""
+    """A server at ``url``. Proxies of the environment are not used: it is usually on this machine."""
 
-    def __init__(self, url: str) -> None:
-        """Raise ConfigError if the URL is neither http nor https."""
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url must start with http:// or https:// (got {url[:64]!r})")
-        self.url = url.rstrip("/").removesuffix("/v1")
+    def __init__(self, url: str, timeout: float = TIMEOUT_S) -> None:
+        """
+        Args:
+            url: as http://127.0.0.1:8000, with or without /v1 at its end. ConfigError for one that is not of HTTP.
+            timeout: seconds without any data, after which a request fails.
+        """
+        self.url = base_url(url)
+        self._timeout = timeout
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
-    def request(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str:
-        """Return the body of the response.
+    def open(
+        self, path: str, headers: Mapping[str, str], method: str = "GET", body: bytes | None = None
+    ) -> http.client.HTTPResponse:
+        """Send a request, and return its response for reading.
 
         Raises:
             urllib.error.HTTPError: the response is an error or a redirect.
-            OSError, http.client.HTTPException, ValueError: there is no response.
+            ConfigError: there is no response.
         """
-        request = urllib.request.Request(self.url + path, headers=dict(headers), method=method)
-        with self._opener.open(request, timeout=TIMEOUT_S) as response:
-            body: bytes = response.read(MAX_BYTES)
-        return body.decode(errors="replace")
+        try:
+            request = urllib.request.Request(self.url + path, body, dict(headers), method=method)
+            response: http.client.HTTPResponse = self._opener.open(request, timeout=self._timeout)
+        except urllib.error.HTTPError:
+            raise
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._unreachable(error) from None
+        return response
+
+    def request(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str:
+        """Return the body of the response; raise as ``open``."""
+        with self.open(path, headers, method) as response:
+            try:
+                return response.read(MAX_BYTES).decode(errors="replace")
+            except (OSError, http.client.HTTPException) as error:
+                raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"--url {self.url}: cannot reach the server: {getattr(error, 'reason', error)}")
+
+
+def base_url(url: str) -> str:
+    """Return the server's address without /v1. Raise ConfigError for one that is not of HTTP."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url must start with http:// or https:// (got {url[:64]!r})")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def server_key(given: str | None) -> str:
+    """Return the API key to send: as given, or of the variable QUIRE_API_KEY, or ""."""
+    return given or os.environ.get("QUIRE_API_KEY", "")
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from quire.launch.fleet.fleet import Fleet
 from quire.launch.fleet.places import LocalPlaces, OwnedPlaces, Places
 from quire.launch.listener import Listener
 from quire.launch.nodes.sources import RAY, check_nodes, parse_sources
-from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndProgram, Supervisor, WorkerProgram
+from quire.launch.supervision.supervisor import REAL_WORKER, FrontEndModule, Supervisor, WorkerModule
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import counted
 from quire.protocol.model.gguf_file import is_gguf
@@ -67,7 +67,7 @@ def check_options(options: ServeOptions) -> None:
     check_tracing(options.otlp_traces_endpoint)
 
 
-def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerProgram = REAL_WORKER) -> None:
+def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: WorkerModule = REAL_WORKER) -> None:
     """Serve with checked options until one of STOP_SIGNALS. A second signal stops at once.
 
     Raises:
@@ -87,7 +87,7 @@ def serve(config: EngineConfig, options: ServeOptions, model_name: str, worker: 
     adapters = server_adapters(config, options)  # before there is a file or a process: a signal then ends the start
     with Listener(options) as listener:
         fd = listener.socket.fileno()
-        front_end = FrontEndProgram("quire.frontend.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
+        front_end = FrontEndModule("quire.frontend.http", options.api_server_count, ("--listen-fd", str(fd)), (fd,))
         about = f"{model_name} on {listener.address}"
         if options.data_parallel_size > 1 or options.nodes:
             with contextlib.closing(_open_places(config, options)) as places:
@@ -122,7 +122,7 @@ def _open_places(config: EngineConfig, options: ServeOptions) -> OwnedPlaces:
 
 
 def _make_fleet(
-    config: EngineConfig, options: ServeOptions, places: Places, worker: WorkerProgram, front_end: FrontEndProgram
+    config: EngineConfig, options: ServeOptions, places: Places, worker: WorkerModule, front_end: FrontEndModule
 ) -> Fleet:
     check_shared(config, options.data_parallel_size, uses_nodes=bool(options.nodes))
     return Fleet(

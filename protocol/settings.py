@@ -18,6 +18,13 @@ SAMPLING = "Sampling"
 EVENTS = "Events of the cache"
 TRACES = "Traces"
 
+NODES = "--nodes: scheduler and workers must be on one machine for it"
+ENCODERS = "an encoder, which has no KV cache and no adapters"
+VECTORS_ONLY = "a model that makes vectors only: it needs one that generates text"
+ROUTED_EXPERTS = "--enable-return-routed-experts: KV blocks that leave the pool would lose their experts"
+"""With what some settings cannot be used, and why."""
+ONLY_CACHED = "enable_prefix_caching: only cached blocks are kept"
+
 MAX_BLOCK_SIZE = 1024
 """Most tokens in a KV block."""
 
@@ -32,6 +39,8 @@ class Setting(msgspec.Struct, frozen=True):
         metavar: placeholder for its value in ``--help``; numbers need none.
         unit: "tokens" or "bytes" for a number that may be given as a size, such as 32k or 4GiB.
         default: the default in words, if the value None or "" does not express it.
+        needs: another setting that must be on for it, and behind a colon why.
+        not_with: with what it cannot be used, and why.
     """
 
     topic: str
@@ -40,6 +49,8 @@ class Setting(msgspec.Struct, frozen=True):
     metavar: str = ""
     default: str = ""
     unit: Literal["", "tokens", "bytes"] = ""
+    needs: str = ""
+    not_with: tuple[str, ...] = ()
 
     @property
     def plain(self) -> str:
@@ -123,6 +134,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "workers",
             range=(0, 2**50),
             unit="bytes",
+            needs=ONLY_CACHED,
+            not_with=(ENCODERS, NODES, ROUTED_EXPERTS),
         ),
     ] = 0
     ssd_cache_dir: Annotated[
@@ -143,6 +156,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "size of the files in `--ssd-cache-dir`, of all workers together; allocated at the start",
             range=(0, 2**50),
             unit="bytes",
+            needs=ONLY_CACHED,
+            not_with=(ENCODERS, NODES, ROUTED_EXPERTS),
         ),
     ] = 0
     kv_page_check: Annotated[
@@ -178,6 +193,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             ADAPTERS,
             "serve LoRA adapters beside the model; requests name them as their model: [adapters](adapters.md). "
             "`--lora-modules` and `--lora-dir` turn it on",
+            not_with=(ENCODERS,),
         ),
     ] = False
     max_loras: Annotated[
@@ -187,6 +203,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "maximum number of adapters in one step. Requests of others take turns with them. The device holds one "
             "more, so that the next adapter is loaded beside the steps",
             range=(1, 1024),
+            needs="enable_lora",
         ),
     ] = 8
     max_cpu_loras: Annotated[
@@ -196,11 +213,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "maximum number of adapters in host memory; the least recently used one is dropped for another. At least "
             "`--max-loras` + 1",
             range=(2, 2**16),
+            needs="enable_lora",
         ),
     ] = 64
     max_lora_rank: Annotated[
         int,
-        Setting(ADAPTERS, "highest rank of an adapter; higher ones are refused", range=(1, 1024)),
+        Setting(ADAPTERS, "highest rank of an adapter; higher ones are refused", range=(1, 1024), needs="enable_lora"),
     ] = 64
 
     async_scheduling: Annotated[bool, Setting(SCHEDULING, "schedule each step while the previous one runs")] = True
@@ -343,6 +361,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             "must have mode 0700, `tcp` needs keys: [cache events](kv_events.md)",
             metavar="URL",
             default="none",
+            needs="enable_prefix_caching: without it there are no events",
+            not_with=(ENCODERS,),
         ),
     ] = ""
     kv_events_replay_endpoint: Annotated[

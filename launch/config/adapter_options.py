@@ -10,8 +10,6 @@ from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.settings import EngineSettings
 
-SIZES = ("max_loras", "max_cpu_loras", "max_lora_rank")
-
 
 class _Module(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's form of ``--lora-modules``. The model of an adapter is the server's: ``base_model_name`` is ignored."""
@@ -22,11 +20,7 @@ class _Module(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_adapter_sizes(options: EngineSettings) -> None:
-    """Raise ConfigError if sizes of adapters are given without adapters, or contradict each other."""
-    defaults = EngineSettings()
-    for name in SIZES:
-        if not options.enable_lora and getattr(options, name) != getattr(defaults, name):
-            raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
+    """Raise ConfigError if sizes of adapters contradict each other."""
     least = options.max_loras + 1
     if options.enable_lora and options.max_cpu_loras < least:
         raise ConfigError(f"--max-cpu-loras must be at least {least} (--max-loras + 1), not {options.max_cpu_loras}")

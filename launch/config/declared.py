@@ -109,6 +109,29 @@ def check_ranges(options: msgspec.Struct) -> None:
             check_range(each.name, getattr(options, each.name), *each.setting.range)
 
 
+def check_needs(options: msgspec.Struct) -> None:
+    """Raise ConfigError for a setting without the one that it needs."""
+    for each in _changed(type(options), options):
+        needed, _, why = each.setting.needs.partition(":")
+        if needed and not getattr(options, needed):
+            raise ConfigError(f"{each.flag} needs --{needed.replace('_', '-')}{':' * bool(why)}{why}")
+
+
+def check_fit(options: msgspec.Struct, other: str, declaring: type[msgspec.Struct] | None = None) -> None:
+    """Raise ConfigError for a setting that cannot be used with ``other``, one of the texts of ``Setting.not_with``.
+
+    ``declaring``: the struct that declares the settings, if it is not that of ``options``.
+    """
+    for each in _changed(declaring or type(options), options):
+        if other in each.setting.not_with:
+            raise ConfigError(f"{each.flag} cannot be used with {other}")
+
+
+def _changed(declaring: type[msgspec.Struct], options: msgspec.Struct) -> list[Declared]:
+    """Return the settings that have another value than by default."""
+    return [each for each in declared(declaring) if getattr(options, each.name) != each.default]
+
+
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
         raise ConfigError(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")

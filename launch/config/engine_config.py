@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.launch.config.adapter_options import check_adapter_sizes
-from quire.launch.config.declared import check_range, check_ranges
+from quire.launch.config.declared import check_fit, check_needs, check_range, check_ranges
 from quire.launch.config.end_tokens import with_end_tokens
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
@@ -25,7 +25,7 @@ from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_st
 from quire.protocol.model.model_config import ModelConfig, load_model_config
 from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
-from quire.protocol.settings import EngineSettings
+from quire.protocol.settings import ROUTED_EXPERTS, EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints, check_format
 from quire.version import __version__
 
@@ -189,6 +189,7 @@ def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[Speculativ
 def _check(options: EngineOptions, model: ModelConfig) -> None:
     """Check the settings that do not depend on sizes."""
     check_ranges(options)
+    check_needs(options)
     check_adapter_sizes(options)
     low, high = options.kv_pressure_low, options.kv_pressure_high
     if low > high:
@@ -200,11 +201,6 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
     endpoints = options.kv_events_endpoint, options.kv_events_replay_endpoint
     check_endpoints(*endpoints, curve_dir, is_open=options.kv_events_without_keys)
     check_format(options.kv_events_format, options.kv_events_topic, options.kv_events_endpoint)
-    if options.kv_events_endpoint and not options.enable_prefix_caching:
-        raise ConfigError("--kv-events-endpoint needs --enable-prefix-caching: without it there are no events")
-    for flag, wanted in _tiers(options):
-        if wanted and not options.enable_prefix_caching:
-            raise ConfigError(f"{flag} needs --enable-prefix-caching: only cached blocks are kept")
     if options.max_programs and options.scheduling_policy != "program":
         raise ConfigError(
             f"--max-programs {options.max_programs} needs --scheduling-policy program: fcfs, priority and continuum "
@@ -233,10 +229,6 @@ def _check_pages(options: EngineOptions) -> None:
         raise ConfigError(f"--cpu-offload-bytes must be at most {free}, the host memory that is free (got {wanted})")
 
 
-def _tiers(options: EngineOptions) -> list[tuple[str, int]]:
-    return [("--cpu-offload-bytes", options.cpu_offload_bytes), ("--ssd-cache-bytes", options.ssd_cache_bytes)]
-
-
 def _check_experts(options: EngineOptions, model: ModelConfig) -> None:
     """Raise ConfigError if routed experts are to be kept, and there are none, or the KV pool cannot keep them."""
     flag = "--enable-return-routed-experts"
@@ -246,11 +238,7 @@ def _check_experts(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(f"{flag} needs a model with experts, and {model.architecture} has none: omit the flag")
     if all(model.window(layer) for layer in range(model.num_layers)):
         raise ConfigError(f"{flag} needs a layer without a sliding window, and this model has none: omit the flag")
-    for tier, wanted in _tiers(options):
-        if wanted:
-            raise ConfigError(
-                f"{flag} cannot be combined with {tier}: KV blocks that leave the pool would lose their experts"
-            )
+    check_fit(options, ROUTED_EXPERTS)
 
 
 def _kv_cache_dtype(options: EngineOptions, model: ModelConfig, dtype: str) -> str:

@@ -10,7 +10,7 @@ from quire.launch.config.declared import convert
 from quire.launch.config.foreign_names import suggest
 from quire.launch.config.sampling_options import processor_name
 from quire.protocol.errors import ConfigError
-from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, EngineSettings, Setting
+from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, VECTORS_ONLY, EngineSettings, Setting
 
 
 class EngineOptions(EngineSettings, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
         str | None,
         Setting(
             MODEL,
-            "chat template that replaces the checkpoint's: a file, or the template's text. A template is a program in "
+            "chat template that replaces the checkpoint's: a file, or the template's text. A template is code in "
             "Jinja; it is rendered in a process with limits on its time and memory",
             metavar="TEMPLATE",
             default="the checkpoint's",
@@ -156,6 +156,7 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             SAMPLING,
             "speculative decoding: method, num_speculative_tokens and other keys. A mapping in YAML and Python: "
             "[speculative decoding](sampling.md#speculative-decoding)",
+            not_with=(VECTORS_ONLY,),
         ),
     ] = None
     logits_processors: Annotated[

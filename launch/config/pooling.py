@@ -2,10 +2,11 @@
 
 import msgspec
 
+from quire.launch.config.declared import check_fit
 from quire.launch.config.options import EngineOptions
-from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.settings import ENCODERS, VECTORS_ONLY
 
 
 def for_model(options: EngineOptions, model: ModelConfig) -> EngineOptions:
@@ -14,16 +15,9 @@ def for_model(options: EngineOptions, model: ModelConfig) -> EngineOptions:
     Raises:
         ConfigError: a setting that the model cannot have, with its flag.
     """
-    if options.speculative_config is not None and not model.generates:
-        raise ConfigError("--speculative-config needs a model that generates text: this one makes vectors only")
+    if not model.generates:
+        check_fit(options, VECTORS_ONLY)
     if kv_layout(model, options.block_size, model.dtype).groups:
         return options
-    for flag, value in (
-        ("--enable-lora", options.enable_lora),
-        ("--cpu-offload-bytes", options.cpu_offload_bytes),
-        ("--ssd-cache-bytes", options.ssd_cache_bytes),
-        ("--kv-events-endpoint", options.kv_events_endpoint),
-    ):
-        if value:
-            raise ConfigError(f"{flag} cannot be used with an encoder, which has no KV cache and no adapters")
+    check_fit(options, ENCODERS)
     return msgspec.structs.replace(options, enable_chunked_prefill=False, enable_prefix_caching=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from quire.launch.nodes.remote_workers import NodeWorkers
-from quire.launch.supervision.supervisor import REAL_WORKER, Supervisor, WorkerProgram
+from quire.launch.supervision.supervisor import REAL_WORKER, Supervisor, WorkerModule
 from quire.protocol.config import EngineConfig
 from quire.protocol.process.child import Child, Report, child_parser, init_child
 from quire.protocol.process.log import LogOptions
@@ -17,7 +17,7 @@ from quire.protocol.wire.zmq_channel import check_socket_directory
 TICK_S = 1.0
 
 
-def run(directory: Path, child: Child, worker: WorkerProgram, *, standby: bool) -> None:
+def run(directory: Path, child: Child, worker: WorkerModule, *, standby: bool) -> None:
     """Run the engine with the file ``config`` in its directory until the fleet sends ``stop``.
 
     Raises:
@@ -57,14 +57,14 @@ def run(directory: Path, child: Child, worker: WorkerProgram, *, standby: bool) 
 def main() -> None:
     parser = child_parser(__doc__)
     parser.add_argument("--standby", action="store_true", help="keep a standby worker per rank")
-    parser.add_argument("--worker", default=REAL_WORKER.module, help="module of the program of a worker")
-    parser.add_argument("--worker-argument", action="append", default=[], help="argument of that program")
+    parser.add_argument("--worker", default=REAL_WORKER.module, help="module of a worker")
+    parser.add_argument("--worker-argument", action="append", default=[], help="argument of that module")
     args = parser.parse_args()
     child = init_child(args.status_fd, args.lifeline_fd, args.directory)
     try:
         check_socket_directory(args.directory)
         child.report(Report("started"))
-        worker = WorkerProgram(args.worker, tuple(args.worker_argument))
+        worker = WorkerModule(args.worker, tuple(args.worker_argument))
         run(args.directory, child, worker, standby=args.standby)
     except Exception as error:
         child.fail(error)

@@ -1,7 +1,6 @@
 """``quire engines``: lists the engines of a running server, and gives orders to it."""
 
 import argparse
-import http.client
 import json
 import time
 import urllib.error
@@ -117,9 +116,6 @@ class EngineAdmin:
                 raise EngineError(_reason(error.code, error.read(2**16).decode(errors="replace"))) from None
         except msgspec.DecodeError:
             raise EngineError(f"{self._server.url}{path} did not answer with engines: is this Quire?") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise ConfigError(f"--url {self._server.url}: cannot reach the server: {reason}") from None
 
 
 def _reason(status: int, body: str) -> str:

@@ -19,7 +19,7 @@ from quire.launch.fleet.fleet_policy import FleetCounts, FleetPolicy
 from quire.launch.fleet.places import Places
 from quire.launch.supervision.child_process import ChildProcess
 from quire.launch.supervision.process_owner import ProcessOwner
-from quire.launch.supervision.supervisor import FrontEndProgram, WorkerProgram, write_config
+from quire.launch.supervision.supervisor import FrontEndModule, WorkerModule, write_config
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.errors import EngineError, shortage
 from quire.protocol.process.log import LOG_ENGINE_VARIABLE, LogOptions
@@ -48,8 +48,8 @@ class Fleet(ProcessOwner):
         num_engines: int,
         *,
         places: Places,
-        worker: WorkerProgram,
-        front_end: FrontEndProgram,
+        worker: WorkerModule,
+        front_end: FrontEndModule,
         standby: bool,
         drain_timeout: float,
         log: LogOptions,
@@ -138,9 +138,9 @@ class Fleet(ProcessOwner):
         return self._start("quire.router_proc", ["--directory", str(self.directory), "--incarnation", str(incarnation)])
 
     def start_front_end(self, index: int) -> ChildProcess:
-        program = self._front_end
-        arguments = ["--directory", str(self.directory), *program.arguments, "--index", str(index)]
-        return self._start(program.module, arguments, program.pass_fds)
+        front_end = self._front_end
+        arguments = ["--directory", str(self.directory), *front_end.arguments, "--index", str(index)]
+        return self._start(front_end.module, arguments, front_end.pass_fds)
 
     def _start(
         self, module: str, arguments: Sequence[str], fds: Sequence[int] = (), more: Mapping[str, str] | None = None

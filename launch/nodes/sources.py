@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from quire.frontend.serve_options import ServeOptions
+from quire.launch.config.declared import check_fit
 from quire.launch.nodes.addresses import ip_addresses, parse_address
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import event_logger
+from quire.protocol.settings import NODES, EngineSettings
 
 log = event_logger("node")
 
@@ -23,15 +25,9 @@ def check_nodes(config: EngineConfig, options: ServeOptions, *, simulated: bool)
         if options.node_keys:
             raise ConfigError("--node-keys is of use only with --nodes")
         return
-    for flag, value in (
-        ("--cpu-offload-bytes", config.cpu_offload_bytes),
-        ("--ssd-cache-bytes", config.ssd_cache_bytes),
-        ("--simulate", simulated),
-    ):
-        if value:
-            raise ConfigError(
-                f"{flag} cannot be used with --nodes: scheduler and workers must be on one machine for it"
-            )
+    check_fit(config, NODES, EngineSettings)
+    if simulated:
+        raise ConfigError(f"--simulate cannot be used with {NODES}")
     if not options.node_keys and options.nodes != [RAY]:
         raise ConfigError("--nodes needs --node-keys DIR (`quire node --make-keys` makes keys)")
     if options.node_keys and options.nodes == [RAY]:

@@ -1,13 +1,16 @@
 """The calls of one ``LLM``, which run one after the other."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
 import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from quire.frontend.adapters.reader import AdapterReader
@@ -15,18 +18,19 @@ from quire.frontend.engine.job import Job
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput
-from quire.frontend.text.prompts import Prompt, check_params, encode_prompt, tokenize_bad_words
+from quire.frontend.text.prompts import Prompt, check_params, encode_prompt, fit_params, tokenize_bad_words
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts
-from quire.launch.offline.batch import Batch, BatchRequest
+from quire.launch.offline.batch import Batch, BatchPart
 from quire.launch.offline.blocking_client import BlockingClient
-from quire.launch.offline.lora_request import LoRARequest, adapters_for
-from quire.launch.offline.pooled_batch import PooledBatch, PooledInputs, RowsOutput
-from quire.launch.offline.pooling_calls import PoolingOptions
-from quire.launch.offline.prompt_input import PromptInput, plain_prompt, priorities_for
+from quire.launch.offline.call_options import CallOptions, RequestOptions, check_known, one_each, terms_for
+from quire.launch.offline.pooled_input import PooledInput, RowsOutput
+from quire.launch.offline.pooling_methods import PoolingOptions
+from quire.launch.offline.prompt_input import PromptInput, plain_prompt
+from quire.launch.offline.reading import Reading
 from quire.launch.offline.request_output import RequestOutput
-from quire.launch.offline.running import Reading, RunningRequest
-from quire.launch.offline.running import begin as begin_running
+from quire.launch.offline.running import RunningRequest, check_startable, num_shared
+from quire.launch.offline.samples import PromptSamples
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.request import plugins
@@ -34,23 +38,19 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import Control, Statistics
 
-LoRAInput = LoRARequest | ListLike[LoRARequest | None] | None
-OnText = Callable[[int, str], None]
-
 
 class OfflineCalls:
     """Checks the arguments of calls, numbers their requests, and runs them with the one client of the engine.
 
     Attributes:
         client: set when the engine is ready.
-        adapters: reads adapters; None if the engine has none.
         capabilities: what the model can do.
     """
 
     client: BlockingClient
 
     def __init__(self, config: EngineConfig, text_in: TextIn) -> None:
-        self.adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
+        self._adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
         self.capabilities = Capabilities(config.model.generates, config.model.pooling, METHODS)
         self._defaults: dict[str, Any] = dict(config.sampling_defaults)
         self._markers = config.thinking_start_token_ids, config.thinking_end_token_ids
@@ -71,12 +71,42 @@ class OfflineCalls:
         with self.client.turn():
             return self.client.ask(control)
 
-    def begin(self, prompt: Prompt, params: SamplingParams, priority: int, seed: int, **more: Any) -> RunningRequest:
+    def begin(self, prompt: Prompt, params: SamplingParams, seed: int, options: RequestOptions) -> RunningRequest:
+        """Begin one answer; raise InvalidRequest as ``LLM.start``."""
+        check_known("LLM.start()", options, RequestOptions)
         self.capabilities.require_generation("LLM.start")
+        check_startable(params)
+        (terms,) = terms_for(options, 1, self._adapters)
+        with self._names(1) as (name,):
+            request = terms.request(name, prompt, fit_params(params, prompt, self.client, clamp=True), seed)
+            return RunningRequest(self._reading, self.client.submit(request, lambda: None), prompt, params, self)
+
+    def fork(self, parent: RunningRequest, num_tokens: int | None, params: SamplingParams, seed: int) -> RunningRequest:
+        """Begin one answer that continues ``num_tokens`` of another's, or all that have been read."""
+        shared = num_shared(parent, num_tokens, params)
+        check_startable(params)
+        if parent.engine is not self.client:  # ids of another engine mean other requests here
+            raise InvalidRequest(f"request {parent.request_id} belongs to another LLM", "request")
+        root = parent.stream
+        with self._names(1) as (name,):
+            request = msgspec.structs.replace(
+                root.request,
+                request_id=name,
+                sampling=fit_params(params, parent.prompt, self.client, clamp=True),
+                seed=seed,
+                output_token_ids=np.array(root.tokens[:shared], np.int32) if shared else None,
+                arrival=time.monotonic(),
+            )
+            stream = self.client.submit(request, lambda: None, root)
+            return RunningRequest(self._reading, stream, parent.prompt, params, self, parent)
+
+    @contextmanager
+    def _names(self, num_requests: int) -> Iterator[list[str]]:
+        """Have the client's turn, with an id for each request."""
         with self.client.turn():
-            reading = Reading(self.client, self._text_in, self._token_texts, self)
-            self._num_requests += 1
-            return begin_running(reading, f"offline-{self._num_requests}", prompt, params, priority, seed, **more)
+            first = self._num_requests + 1
+            self._num_requests += num_requests
+            yield [f"offline-{number}" for number in range(first, first + num_requests)]
 
     def encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
         return encode_prompt(plain_prompt(prompt), self._text_in, self.client, add_special_tokens=add_special_tokens)
@@ -84,10 +114,9 @@ class OfflineCalls:
     def params_for(
         self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        one = self.default_params() if given is None else given
-        params = [one] * num_prompts if isinstance(one, SamplingParams) else list(one)
-        if len(params) != num_prompts:
-            raise InvalidRequest(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        params = one_each(
+            "sampling_params", self.default_params() if given is None else given, num_prompts, "sampling_params"
+        )
         for each in params:
             check_params(each, self.client)
             plugins.check_params(self._processors, each)
@@ -97,33 +126,26 @@ class OfflineCalls:
         self,
         prompts: list[Prompt],
         params: SamplingParams | ListLike[SamplingParams] | None,
-        priority: int | ListLike[int] | None,
-        use_tqdm: bool,
-        on_text: OnText | None,
-        lora_request: LoRAInput,
-        jobs: list[Job],
+        options: CallOptions,
+        job: Job | None = None,
     ) -> list[RequestOutput]:
+        """Answer the prompts of one call. ``job``: theirs, if no option gives it."""
+        check_known("LLM.generate()", options, CallOptions)
         self.capabilities.require_generation("LLM.generate")
         each_params = self.params_for(params, len(prompts))
         if any(each.stop for each in each_params):
             prompts = [self._with_thoughts(prompt) for prompt in prompts]
-        each_priority = priorities_for(priority, len(prompts))
-        each_adapter = adapters_for(lora_request, len(prompts), self.adapters)
-        with self.client.turn():
-            first = self._num_requests + 1
-            self._num_requests += len(prompts)
-            requests = [
-                BatchRequest(f"offline-{first + i}", *each)
-                for i, each in enumerate(zip(prompts, each_params, each_priority, each_adapter, jobs, strict=True))
-            ]
-            batch = Batch(self.client, self._text_in, self._token_texts, requests, on_text)
-            try:
-                with tqdm(total=len(prompts), desc="Requests", disable=not use_tqdm) as bar:
-                    batch.finish(bar)
-            except BaseException:
-                batch.abort()
-                raise
-            return batch.outputs
+        each_terms = terms_for(options, len(prompts), self._adapters)
+        if job is not None:
+            each_terms = [replace(terms, job=job) for terms in each_terms]
+        on_text = options.get("on_text")
+        with self._names(len(prompts)) as names:
+            found: list[PromptSamples] = []
+            for name, prompt, sampling, terms in zip(names, prompts, each_params, each_terms, strict=True):
+                show = None if on_text is None else partial(on_text, len(found))
+                found.append(PromptSamples(self._reading, name, terms, prompt, sampling, show))
+            self._finish([sample for each in found for sample in each.samples], len(prompts), options)
+        return [each.output for each in found]
 
     def pool(
         self,
@@ -133,27 +155,33 @@ class OfflineCalls:
         options: PoolingOptions,
     ) -> list[RowsOutput]:
         """Compute the inputs of one call for vectors or scores."""
-        encoder = self._input_encoder
+        check_known("LLM", options, PoolingOptions)
+        encoder, special = self._input_encoder, options.get("add_special_tokens", True)
         truncation = encoder.truncation(options.get("truncate_prompt_tokens"), options.get("truncation_side"))
-        special, count = options.get("add_special_tokens", True), len(inputs)
-        adapters = adapters_for(options.get("lora_request"), count, self.adapters)
-        priorities = priorities_for(options.get("priority"), count)
+        each_terms = terms_for(options, len(inputs), self._adapters)
         skips = options.get("skip_reading_prefix_cache", False)
         params = msgspec.structs.replace(params, skip_reading_prefix_cache=skips)
 
         def encode(index: int) -> Prompt:
             return encoder.encode(inputs[index], truncation, field_of(index), add_special_tokens=special)
 
-        with self.client.turn():
-            pooled = PooledInputs(self._num_requests + 1, encode, params, priorities, adapters)
-            self._num_requests += count
-            batch = PooledBatch(self.client, pooled)
-            try:
-                with tqdm(total=count, desc="Requests", disable=not options.get("use_tqdm")) as bar:
-                    return batch.finish(bar)
-            except BaseException:
-                batch.abort()
-                raise
+        with self._names(len(inputs)) as names:
+            parts = [
+                PooledInput(self.client, name, terms, partial(encode, index), params)
+                for index, (name, terms) in enumerate(zip(names, each_terms, strict=True))
+            ]
+            self._finish(parts, len(parts), options)
+        return [part.output for part in parts]
+
+    def _finish(self, parts: ListLike[BatchPart], num_prompts: int, options: Mapping[str, Any]) -> None:
+        """Run the sequences of a call until all have ended, or none runs any more."""
+        batch = Batch(self.client, parts)
+        try:
+            with tqdm(total=num_prompts, desc="Requests", disable=not options.get("use_tqdm")) as bar:
+                batch.finish(bar.update)
+        except BaseException:
+            batch.abort()
+            raise
 
     def _with_thoughts(self, prompt: Prompt) -> Prompt:
         """Return the prompt, if it is a conversation, with what finds the thoughts of its answer."""
@@ -175,6 +203,10 @@ class OfflineCalls:
         except ConfigError:
             return None
         return None if form is None or form.special_ids else form
+
+    @cached_property
+    def _reading(self) -> Reading:
+        return Reading(self.client, self._text_in, self._token_texts)
 
     @cached_property
     def _input_encoder(self) -> InputEncoder:

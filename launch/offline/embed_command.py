@@ -15,7 +15,7 @@ import numpy.typing as npt
 from quire.launch.config.command_line import check_no_settings, opened
 from quire.launch.config.options import EngineOptions
 from quire.launch.offline.llm import LLM
-from quire.launch.offline.pooling_calls import PoolingOptions
+from quire.launch.offline.pooling_methods import PoolingOptions
 from quire.launch.offline.remote import RemoteModel
 from quire.protocol.errors import ConfigError, EngineError, InvalidRequest
 

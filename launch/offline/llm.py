@@ -10,39 +10,29 @@ from typing import Any, Unpack
 
 from quire.frontend.engine.session import controls_of_pause
 from quire.frontend.text.message_checks import check_messages
-from quire.frontend.text.prompts import (
-    check_template_variables,
-    encode_messages,
-)
+from quire.frontend.text.pooling.capabilities import Capabilities
+from quire.frontend.text.prompts import check_template_variables, encode_messages
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import parse_options
 from quire.launch.offline.blocking_client import BlockingClient
-from quire.launch.offline.calls import LoRAInput, OfflineCalls, OnText
+from quire.launch.offline.call_options import CallOptions, RequestOptions
+from quire.launch.offline.calls import OfflineCalls
 from quire.launch.offline.engine_thread import EngineThread
-from quire.launch.offline.jobs import JobIds, jobs_for
-from quire.launch.offline.lora_request import LoRARequest, adapters_for
-from quire.launch.offline.pooling_calls import PoolingCalls, PoolingOptions, Prompts
-from quire.launch.offline.pooling_output import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    EncodeRequestOutput,
-    RerankResult,
-    ScoringOutput,
-)
-from quire.launch.offline.prompt_input import PromptInput, is_single, priorities_for
+from quire.launch.offline.pooled_input import RowsOutput
+from quire.launch.offline.pooling_methods import PoolingMethods
+from quire.launch.offline.prompt_input import PromptInput, is_single
 from quire.launch.offline.request_output import EngineStatistics, RequestOutput
-from quire.launch.offline.running import RunningRequest, num_shared
+from quire.launch.offline.running import RunningRequest
 from quire.launch.offline.session import OfflineSession
 from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.config import EngineConfig
-from quire.protocol.model.pooling_config import PoolingTask
 from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample
 from quire.protocol.wire.front_end_messages import Control
 
 
-class LLM:
+class LLM(PoolingMethods):
     """An engine with its own scheduler and worker processes.
 
     These end with ``close``, at the end of ``with``, or when nothing refers to the LLM, its sessions and its running
@@ -81,7 +71,6 @@ class LLM:
         text_in.protect(text_in.decode(ids, skip_special_tokens=False) for ids in markers)
         self._text_in = text_in
         self._calls = OfflineCalls(config, text_in)
-        self._pooling = PoolingCalls(self._calls.capabilities, self._calls.pool)
         parts = contextlib.ExitStack()
         self._end = weakref.finalize(self._calls, _end, os.getpid(), parts)
         parts.callback(text_in.close)
@@ -106,26 +95,14 @@ class LLM:
         self,
         prompts: PromptInput | ListLike[PromptInput],
         sampling_params: SamplingParams | ListLike[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = False,
-        lora_request: LoRAInput = None,
-        priority: int | ListLike[int] | None = None,
-        on_text: OnText | None = None,
-        job_id: JobIds = None,
-        is_last_step: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
-        """Complete one prompt or many.
+        """Complete one prompt or many. ``options``: as of CallOptions.
 
         Args:
             prompts: a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list
                 of these.
             sampling_params: one for all prompts, or one per prompt. None: ``default_sampling_params()``.
-            lora_request: the LoRA adapter for all prompts, or one per prompt. It needs ``enable_lora=True``.
-            priority: one for all prompts, or one per prompt; lower values are scheduled first. It has no effect unless
-                ``scheduling_policy="priority"``.
-            on_text: called with (index of the prompt, new text) of each prompt's first answer, as it is generated.
-            job_id: the agent or conversation of which all prompts are turns, or one per prompt (docs/agents.md).
-            is_last_step: nothing follows these turns.
 
         Returns:
             One RequestOutput per prompt, in order.
@@ -136,31 +113,24 @@ class LLM:
             EngineError: the engine has failed.
         """
         many: list[Any] = [prompts] if is_single(prompts) else list(prompts)
-        encoded = [self._calls.encode(prompt) for prompt in many]
-        jobs = jobs_for(job_id, len(encoded), is_last_step=is_last_step)
-        return self._calls.run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
+        return self._calls.run([self._calls.encode(prompt) for prompt in many], sampling_params, options)
 
     def beam_search(
-        self,
-        prompts: PromptInput | ListLike[PromptInput],
-        beam_width: int,
-        *,
-        use_tqdm: bool = False,
-        lora_request: LoRAInput = None,
-        priority: int | ListLike[int] | None = None,
-        **params: Any,
+        self, prompts: PromptInput | ListLike[PromptInput], beam_width: int, **params: Any
     ) -> list[RequestOutput]:
         """Search for the ``beam_width`` most likely outputs of each prompt; otherwise as ``generate``.
 
         Args:
             beam_width: from 1 to 64, and at most ``max_num_seqs``.
-            params: other fields of SamplingParams, such as ``max_tokens``, ``length_penalty`` and ``early_stopping``.
+            params: options as of CallOptions, and other fields of SamplingParams, such as ``max_tokens``,
+                ``length_penalty`` and ``early_stopping``.
 
         Returns:
             One RequestOutput per prompt, in order; its outputs have the highest ``score`` first.
         """
+        options: Any = {name: params.pop(name) for name in CallOptions.__annotations__ if name in params}
         sampling = SamplingParams(use_beam_search=True, beam_width=beam_width, **params)
-        return self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
+        return self.generate(prompts, sampling, **options)
 
     def chat(
         self,
@@ -169,12 +139,7 @@ class LLM:
         *,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        use_tqdm: bool = False,
-        lora_request: LoRAInput = None,
-        priority: int | ListLike[int] | None = None,
-        on_text: OnText | None = None,
-        job_id: JobIds = None,
-        is_last_step: bool = False,
+        **options: Unpack[CallOptions],
     ) -> list[RequestOutput]:
         """Answer one conversation or many with the checkpoint's chat template; otherwise as ``generate``.
 
@@ -185,23 +150,20 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], dict)
         conversations: list[Any] = [messages] if one else list(messages)
         variables = None if chat_template_kwargs is None else check_template_variables(chat_template_kwargs)
-        options = ChatOptions(variables=variables, tools=tools)
-        encoded = [encode_messages(check_messages(c), options, self._text_in, self) for c in conversations]
-        jobs = jobs_for(job_id, len(encoded), is_last_step=is_last_step)
-        return self._calls.run(encoded, sampling_params, priority, use_tqdm, on_text, lora_request, jobs)
+        for_template = ChatOptions(variables=variables, tools=tools)
+        encoded = [encode_messages(check_messages(c), for_template, self._text_in, self) for c in conversations]
+        return self._calls.run(encoded, sampling_params, options)
 
     def start(
         self,
         prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
-        *,
-        lora_request: LoRARequest | None = None,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> RunningRequest:
-        """Begin one answer, and return it while it is generated.
+        """Begin one answer, and return it while it is generated. ``options``: as of RequestOptions.
 
         Args:
-            prompt, lora_request, priority: as of ``generate``.
+            prompt: as of ``generate``.
             sampling_params: with n 1, and without beam search or prompt log probabilities.
 
         Raises:
@@ -210,10 +172,8 @@ class LLM:
             EngineError: the engine has failed.
         """
         encoded, (params,) = self._calls.encode(prompt), self._calls.params_for(sampling_params, 1)
-        (order,) = priorities_for(priority, 1)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        (adapter,) = adapters_for(lora_request, 1, self._calls.adapters)
-        return self._calls.begin(encoded, params, order, seed_for_sample(seed, 0), adapter=adapter)
+        return self._calls.begin(encoded, params, seed_for_sample(seed, 0), options)
 
     def fork(
         self,
@@ -243,77 +203,14 @@ class LLM:
             (params,) = self._calls.params_for(sampling_params, 1)
         check_int("n", n, 1, MAX_N)
         first = secrets.randbits(64) if seed is None else check_int("seed", seed, -(2**63), 2**64 - 1)
-        fork = {"parent": request, "num_shared": num_shared(request, num_tokens, params)}
-        order = request.stream.request.priority
-        return [self._calls.begin(request.prompt, params, order, seed_for_sample(first, i), **fork) for i in range(n)]
+        return [self._calls.fork(request, num_tokens, params, seed_for_sample(first, i)) for i in range(n)]
 
-    def embed(
-        self,
-        prompts: Prompts,
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
-        prompt_name: str | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> list[EmbeddingRequestOutput]:
-        """Return the vector of each prompt. ``options``: as of PoolingOptions, for all of these methods.
+    @property
+    def _capabilities(self) -> Capabilities:
+        return self._calls.capabilities
 
-        Args:
-            prompts: as of ``generate``.
-            dimensions: entries of a vector that are kept, the first ones; None: all.
-            normalize: make the vectors 1 long, if the model does.
-            prompt_name: the model's prompt that is put before each text; None: the model's default.
-
-        Raises:
-            InvalidRequest: the model makes no vectors, or a prompt or an option is refused; the call is aborted.
-            EngineError: the engine has failed.
-        """
-        return self._pooling.embed(prompts, dimensions, prompt_name, options, normalize=normalize)
-
-    def encode(
-        self,
-        prompts: Prompts,
-        task: PoolingTask = "token_embed",
-        *,
-        prompt_name: str | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> list[EncodeRequestOutput]:
-        """Return what any task of the model makes of each prompt: by default a vector for each token."""
-        return self._pooling.encode(prompts, task, prompt_name, options)
-
-    def classify(
-        self, prompts: Prompts, *, use_activation: bool = True, **options: Unpack[PoolingOptions]
-    ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of the labels for each prompt; without the activation, the head's values."""
-        return self._pooling.classify(prompts, options, use_activation=use_activation)
-
-    def score(
-        self,
-        text_1: str | list[str],
-        text_2: str | list[str],
-        *,
-        instruction: str = "",
-        use_activation: bool = True,
-        **options: Unpack[PoolingOptions],
-    ) -> list[ScoringOutput]:
-        """Return the scores of one text with one or more others, or of each text with its counterpart.
-
-        ``instruction``: for rerankers with a template for it (Qwen3-Reranker); "": the model's own.
-        """
-        return self._pooling.score(text_1, text_2, instruction, options, use_activation=use_activation)
-
-    def rerank(
-        self,
-        query: str,
-        documents: list[str],
-        top_n: int = 0,
-        *,
-        instruction: str = "",
-        use_activation: bool = True,
-        **options: Unpack[PoolingOptions],
-    ) -> list[RerankResult]:
-        """Return the ``top_n`` best documents for the query, the best first; 0: all. Otherwise as ``score``."""
-        return self._pooling.rerank(query, documents, top_n, instruction, options, use_activation=use_activation)
+    def _compute(self, *arguments: Any) -> list[RowsOutput]:
+        return self._calls.pool(*arguments)
 
     def session(self) -> OfflineSession:
         """Open a session: a prompt that is given in pieces, with answers in between."""

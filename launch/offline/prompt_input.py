@@ -1,14 +1,12 @@
-"""What callers of the offline API may give as prompts and priorities."""
+"""What callers of the offline API may give as prompts."""
 
 from collections.abc import Mapping
-from collections.abc import Sequence as ListLike
 from typing import Any
 
 import numpy as np
 
-from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.request.sampling_params import check_int, plain_ints
+from quire.protocol.request.sampling_params import plain_ints
 
 PromptInput = str | list[int] | Mapping[str, Any]
 
@@ -36,11 +34,3 @@ def plain_prompt(prompt: Any) -> str | list[int]:
     if not isinstance(prompt, str | list):
         raise InvalidRequest("prompt must be a string or a list of token ids", "prompt")
     return plain_ints(prompt) if isinstance(prompt, list) else prompt
-
-
-def priorities_for(given: int | ListLike[int] | None, num_prompts: int) -> list[int]:
-    """Return the priority of each prompt; raise InvalidRequest if the numbers differ, or one is out of range."""
-    each = list(given) if isinstance(given, ListLike) else [0 if given is None else given] * num_prompts
-    if len(each) != num_prompts:
-        raise InvalidRequest(f"{len(each)} priorities for {num_prompts} prompts", "priority")
-    return [check_int("priority", value, MIN_PRIORITY, MAX_PRIORITY) for value in each]

@@ -3,15 +3,14 @@
 import base64
 import http.client
 import json
-import os
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from quire.launch.offline.terminal_answer import OnText, TerminalAnswer
+from quire.launch.plain_http import PlainServer, bearer, server_key
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.request.sampling_params import SamplingParams
 
@@ -30,24 +29,20 @@ class _Vectors(msgspec.Struct):
 
 
 class RemoteModel:
-    """One model of a server with OpenAI's API.
-
-    Proxies of the environment are not used: the server is usually on this machine.
-    """
+    """One model of a server with OpenAI's API."""
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
         """
         Args:
-            url: as http://127.0.0.1:8000, with or without /v1 at its end.
+            url: as of PlainServer.
             model: name of the model; None: the first one that the server lists.
             api_key: sent as the bearer token; None: the variable QUIRE_API_KEY, if it is set.
 
         Raises:
             ConfigError: the URL is invalid, the server cannot be reached, or it does not serve ``model``.
         """
-        self._base = base_url(url)
-        self._key = server_key(api_key)
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._server = PlainServer(url, TIMEOUT_S)
+        self._headers = {"Content-Type": "application/json", **bearer(server_key(api_key))}
         names = self._model_names()
         if model is not None and model not in names:
             raise ConfigError(f"{model} is not served at {url} (models: {', '.join(names)})")
@@ -111,7 +106,7 @@ class RemoteModel:
             listed = json.loads(response.read()).get("data") or []
         names = [card["id"] for card in listed]
         if not names:
-            raise ConfigError(f"{self._base} lists no models")
+            raise ConfigError(f"{self._server.url} lists no models")
         return names
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -131,30 +126,13 @@ class RemoteModel:
             raise EngineError(f"the connection failed: {error}") from None
 
     def _open(self, path: str, body: dict[str, Any] | None) -> http.client.HTTPResponse:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        data = None if body is None else msgspec.json.encode(body)
-        request = urllib.request.Request(self._base + path, data, headers)
+        data, method = (None, "GET") if body is None else (msgspec.json.encode(body), "POST")
         try:
-            response: http.client.HTTPResponse = self._opener.open(request, timeout=TIMEOUT_S)
+            return self._server.open(path, self._headers, method, data)
         except urllib.error.HTTPError as error:
             with error:
-                raise ConfigError(f"{self._base}{path}: {error.code} {_message(error.read(MAX_EVENT_BYTES))}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise ConfigError(f"--url {self._base}: cannot reach the server: {reason}") from None
-        return response
-
-
-def base_url(url: str) -> str:
-    """Return the server's address without /v1. Raise ConfigError for one that is not of HTTP."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url}: must start with http:// or https://")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def server_key(given: str | None) -> str:
-    """Return the API key to send, or ""."""
-    return given or os.environ.get("QUIRE_API_KEY", "")
+                text = f"{error.code} {_message(error.read(MAX_EVENT_BYTES))}"
+            raise ConfigError(f"{self._server.url}{path}: {text}") from None
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def append_delta(output: CompletionOutput, delta: OutputDelta, texts: TokenTexts
     output.text += delta.text
     output.token_ids += delta.token_ids
     output.finish_reason, output.stop_reason, output.timeline = delta.finish_reason, delta.stop_reason, delta.timeline
+    output.error = delta.detail or None
     if delta.logprobs is not None:
         output.logprobs = (output.logprobs or []) + [logprob_by_id(placed.logprobs, texts) for placed in delta.logprobs]
         total = sum(placed.logprobs.logprob for placed in delta.logprobs)

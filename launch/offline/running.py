@@ -1,30 +1,11 @@
 """One answer of the offline API that is generated while its caller does other things."""
 
-import time
-from typing import NamedTuple
-
-import numpy as np
-
-from quire.frontend.engine.answers import Answer
 from quire.frontend.engine.streams import Stream
-from quire.frontend.text.prompts import Prompt, fit_params
-from quire.frontend.text.text_in import TextIn
-from quire.frontend.text.text_out import TokenTexts
-from quire.launch.offline.blocking_client import BlockingClient
-from quire.launch.offline.request_output import CompletionOutput, append_delta
+from quire.frontend.text.prompts import Prompt
+from quire.launch.offline.reading import ReadAnswer, Reading
+from quire.launch.offline.request_output import CompletionOutput
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams, check_int
-from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.protocol.wire.front_end_messages import AddRequest
-
-
-class Reading(NamedTuple):
-    """What all running requests of one engine are read with. ``owner``: the engine ends when nothing refers to it."""
-
-    engine: BlockingClient
-    text_in: TextIn
-    token_texts: TokenTexts
-    owner: object
 
 
 class RunningRequest:
@@ -43,16 +24,22 @@ class RunningRequest:
         stream: Stream,
         prompt: Prompt,
         params: SamplingParams,
+        owner: object,
         parent: "RunningRequest | None" = None,
     ) -> None:
-        """``parent``: the request whose first tokens it begins with, which are read at once."""
+        """
+        Args:
+            owner: the engine ends when nothing refers to it.
+            parent: the request whose first tokens it begins with, which are read at once.
+        """
         self.request_id = stream.request_id
         self.prompt = prompt
         self.params = params
-        self.output = CompletionOutput(0)
         self.stream = stream
-        self.reading = reading
-        self._answer = Answer(stream, reading.text_in, prompt, params)
+        self.engine = reading.engine
+        self._owner = owner
+        self._answer = ReadAnswer(reading, stream, prompt, params, 0)
+        self.output = self._answer.output
         if parent is not None:
             self._take()
             self._copy_logprobs(parent.output)
@@ -74,27 +61,24 @@ class RunningRequest:
         """
         output = self.output
         while not self.finished and (num_tokens is None or len(output.token_ids) < num_tokens):
-            with self.reading.engine.turn():
+            with self.engine.turn():
                 if not self._take():
-                    self.reading.engine.wait()
+                    self.engine.wait()
         return output
 
     def abort(self) -> None:
         """End the request now, with the finish reason abort. No effect if it has been read to its end."""
         if not self.finished:
-            with self.reading.engine.turn():
+            with self.engine.turn():
                 self.stream.abort()
             self.output.finish_reason = "abort"
 
     def _take(self) -> bool:
         """Add what has arrived to the output; return whether there was anything."""
         update = self.stream.take()
-        if update is None:
-            return False
-        delta = self._answer.assemble(update)
-        append_delta(self.output, delta, self.reading.token_texts, self.reading.engine.config.model.moe)
-        self.output.error = delta.detail or None
-        return True
+        if update is not None:
+            self._answer.add(update)
+        return update is not None
 
     def _copy_logprobs(self, parent: CompletionOutput) -> None:
         """Copy the log probabilities of the tokens that the answer begins with."""
@@ -123,46 +107,8 @@ def num_shared(parent: RunningRequest, num_tokens: int | None, params: SamplingP
     return shared
 
 
-def begin(
-    reading: Reading,
-    request_id: str,
-    prompt: Prompt,
-    params: SamplingParams,
-    priority: int,
-    seed: int,
-    parent: RunningRequest | None = None,
-    num_shared: int = 0,
-    adapter: AdapterRef | None = None,
-) -> RunningRequest:
-    """Submit one request; the caller holds the lock.
-
-    Args:
-        num_shared: number of output tokens of ``parent`` that it begins with.
-        adapter: the adapter that it uses; a fork has that of its parent.
-
-    Raises:
-        InvalidRequest: parameters that only ``generate`` has, more tokens than the context has, or a parent of another
-            engine, whose ids mean other requests here.
-        EngineError: the engine has failed.
-    """
+def check_startable(params: SamplingParams) -> None:
+    """Raise InvalidRequest for parameters that only ``generate`` has."""
     if params.n != 1 or params.use_beam_search or params.prompt_logprobs is not None:
         name = "n" if params.n != 1 else "use_beam_search" if params.use_beam_search else "prompt_logprobs"
         raise InvalidRequest(f"{name} cannot be used with a request that is started or forked: use generate", name)
-    if parent is not None and parent.reading.engine is not reading.engine:
-        raise InvalidRequest(f"request {parent.request_id} belongs to another LLM", "request")
-    if parent is not None:
-        adapter = parent.stream.request.adapter
-    root = None if parent is None else parent.stream
-    shared = root.tokens[:num_shared] if root is not None and num_shared else None
-    request = AddRequest(
-        request_id,
-        prompt.token_ids,
-        fit_params(params, prompt, reading.engine, clamp=True),
-        seed,
-        None if shared is None else np.array(shared, np.int32),
-        priority,
-        arrival=time.monotonic(),
-        adapter=adapter,
-    )
-    stream = reading.engine.submit(request, lambda: None, root)
-    return RunningRequest(reading, stream, prompt, params, parent)

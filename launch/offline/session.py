@@ -112,7 +112,7 @@ class OfflineSession:
         with Piece(self._name, session, ids, self._limits.max_model_len, end=end) as piece:
             whole = whole_prompt(piece, prompt, is_chat=end != TEXT)
             params = params if has_answer else PROMPT_ONLY
-            (output,) = self._calls.run([whole], params, None, False, None, None, [self._job])
+            (output,) = self._calls.run([whole], params, {}, self._job)
             (answer,) = output.outputs
             if not has_answer:
                 answer.text, answer.token_ids = "", []

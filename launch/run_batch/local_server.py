@@ -17,7 +17,7 @@ from quire.launch.config.options import EngineOptions
 from quire.launch.listener import Listener
 from quire.launch.serve import model_display_name, server_adapters, write_settings
 from quire.launch.supervision.directory import parent_of_sockets
-from quire.launch.supervision.supervisor import FrontEndProgram, Supervisor
+from quire.launch.supervision.supervisor import FrontEndModule, Supervisor
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def with_server(engine: EngineOptions, options: ServeOptions, work: Callable[[st
         adapters = server_adapters(config, options)
         with Listener(options) as listener:
             fd = listener.socket.fileno()
-            front_end = FrontEndProgram("quire.frontend.http", 1, ("--listen-fd", str(fd)), (fd,))
+            front_end = FrontEndModule("quire.frontend.http", 1, ("--listen-fd", str(fd)), (fd,))
             with Supervisor(config, quiet=True, front_end=front_end) as supervisor:
                 write_settings(supervisor.directory, options, adapters)
                 supervisor.start_all()

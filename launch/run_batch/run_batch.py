@@ -17,7 +17,7 @@ from quire.launch.config.command_line import (
     read_options,
 )
 from quire.launch.config.options import EngineOptions
-from quire.launch.offline.remote import base_url, server_key
+from quire.launch.plain_http import base_url, server_key
 from quire.launch.run_batch.lines import read_lines
 from quire.launch.run_batch.local_server import with_server
 from quire.launch.run_batch.runner import Summary, run_lines

@@ -27,18 +27,18 @@ from quire.protocol.process.child import Command
 WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 
 
-class WorkerProgram(NamedTuple):
-    """The program of a worker process: a module and additional arguments."""
+class WorkerModule(NamedTuple):
+    """What a worker process runs: a module, with additional arguments."""
 
     module: str = "quire.worker_proc"
     arguments: tuple[str, ...] = ()
 
 
-REAL_WORKER = WorkerProgram()
+REAL_WORKER = WorkerModule()
 
 
-class FrontEndProgram(NamedTuple):
-    """The program of the front-end processes, their number, and the descriptors that they inherit."""
+class FrontEndModule(NamedTuple):
+    """What the front-end processes run, their number, and the descriptors that they inherit."""
 
     module: str
     num_processes: int
@@ -58,8 +58,8 @@ class Supervisor(ProcessOwner):
         config: EngineConfig,
         *,
         quiet: bool = False,
-        worker: WorkerProgram = REAL_WORKER,
-        front_end: FrontEndProgram | None = None,
+        worker: WorkerModule = REAL_WORKER,
+        front_end: FrontEndModule | None = None,
         standby: bool = False,
         on_new_scheduler: Callable[[int], None] = lambda incarnation: None,
         environment: Mapping[str, str] | None = None,

@@ -1,173 +1,102 @@
 """The screen of ``quire top`` as text. Pure functions of their arguments."""
 
-from quire.launch.top.overview import Overview, StepPartTimes, Times
+from collections.abc import Callable, Iterable, Mapping
+from string import Formatter
+from typing import Any
+
+from quire.launch.top.overview import Figures
 
 BAR_WIDTH = 24
-LABEL_WIDTH = 16
-COLUMN_WIDTH = 10
-MAX_TENANTS, MAX_REQUESTS = 8, 8
-"""Most lines of each. The end of the screen is cut off on a small terminal, so these come last."""
+# A field is {name:form} or {name:form width}; FORMS has the forms.
+LINES = (
+    "quire top  {url}  {model}  {state}  ({window})",
+    "",
+    "requests        running {running:count}   waiting {waiting:count}   ended {ended_per_s:rate}   "
+    "refused {rejected_per_s:rate}",
+    "waiting for     {waiting_by_reason:reasons}",
+    "tokens/s        generated {generation_tokens_per_s:number}   prompt {prompt_tokens_per_s:number}, "
+    "of these cached {cached_tokens_per_s:number}   per step {tokens_per_step:number}",
+    "KV blocks       {kv_use:bar} of {num_blocks:count} blocks{size}   cached {num_cached_blocks:count}   "
+    "evicted {evicted_blocks_per_s:rate}",
+    "prefix cache    {hit_share:bar} of the prompt tokens found",
+    "preemptions     {preemptions_per_s:rate}   since the start {preemptions:count}: {preemptions_by_reason:reasons}",
+)
+DRAFTS = "draft tokens    {draft_acceptance:bar} accepted"
+RESTARTS = (
+    "restarts        workers {worker_restarts:count}   scheduler {scheduler_restarts:count}   "
+    "front ends {front_end_restarts:count}"
+)
+SEVERAL = "   engines {engine_restarts:count}   router {router_restarts:count}"
+COLUMNS = "{:<16}{:>10}{:>10}{:>10}{:>10}"
+TIMES = "  {label:text <14}{mean:seconds >10}{p50:seconds >10}{p99:seconds >10}{count:count >10}"
+STEPS = "  {label:text <14}{mean:ms >10}{p50:ms >10}{p99:ms >10}{share:percent >10}"
+ENGINE = "  {engine:text <14}{running:count >10}{waiting:count >10}{kv_use:percent >10}"
+ENGINE += "{generation_tokens_per_s:number >10}{routed:count >10}"
 
 
-def screen(shown: Overview, url: str, width: int = 120) -> list[str]:
-    """Return the lines, each at most ``width`` characters long and without control characters."""
-    window = "since the start" if shown.window_s is None else f"last {shown.window_s:.1f} s"
-    lines = [
-        f"quire top  {url}  {shown.model or 'no model'}  {shown.state or 'state unknown'}  ({window})",
-        "",
-        *_requests(shown),
-        *_cache(shown),
-        "",
-        _columns("seconds", "mean", "p50", "p99", "number"),
-        *(_time_row(label, times) for label, times in shown.times.items()),
-        "",
-        _columns("step, ms", "mean", "p50", "p99", "share"),
-        *(_step_row(label, part) for label, part in shown.step_parts.items()),
-        "",
-        _row(
-            "restarts",
-            f"workers {_count(shown.worker_restarts)}   scheduler {_count(shown.scheduler_restarts)}   "
-            f"front ends {_count(shown.front_end_restarts)}",
-            f"   engines {_count(shown.engine_restarts)}   router {_count(shown.router_restarts)}"
-            if shown.engines
-            else "",
-        ),
-        *_engines(shown),
-    ]
-    if shown.running is None:
+def screen(shown: Figures, url: str, more: Iterable[str] = (), width: int = 120) -> list[str]:
+    """Return the lines, each at most ``width`` characters long and without control characters.
+
+    ``more``: lines that come last, because the end of the screen is cut off on a small terminal.
+    """
+    head = {
+        "url": url,
+        "window": "since the start" if shown["window_s"] is None else f"last {shown['window_s']:.1f} s",
+        "model": shown["model"] or "no model",
+        "state": shown["state"] or "state unknown",
+        "size": "" if shown["block_size"] is None else f" of {shown['block_size']} tokens",
+    }
+    drafts = [] if shown["draft_acceptance"] is None else [DRAFTS]
+    lines = [line_of(each, {**shown, **head}) for each in (*LINES, *drafts)]
+    lines += ["", COLUMNS.format("seconds", "mean", "p50", "p99", "number"), *_rows(TIMES, shown["times"])]
+    lines += ["", COLUMNS.format("step, ms", "mean", "p50", "p99", "share"), *_rows(STEPS, shown["step_parts"])]
+    lines += ["", line_of(RESTARTS + (SEVERAL if shown["engines"] else ""), shown)]
+    if shown["engines"]:
+        lines += ["", COLUMNS.format("engines", "running", "waiting", "KV use", "tokens/s") + f"{'routed':>10}"]
+        lines += [line_of(ENGINE, each) for each in shown["engines"]]
+    if shown["running"] is None:
         lines += ["", "the scheduler did not answer this scrape: its figures are missing"]
-    if shown.admin_error:
-        lines += ["", shown.admin_error]
-    lines += [*_tenants(shown), *_oldest(shown)]
-    return ["".join(each if each.isprintable() else "?" for each in line)[:width].rstrip() for line in lines]
+    return ["".join(each if each.isprintable() else "?" for each in line)[:width].rstrip() for line in [*lines, *more]]
 
 
-def _requests(shown: Overview) -> list[str]:
-    rates = f"ended {_rate(shown.ended_per_s)}   refused {_rate(shown.rejected_per_s)}"
+def _rows(template: str, times: Mapping[str, Figures | None]) -> list[str]:
+    missing = dict.fromkeys(("mean", "p50", "p99", "count", "share"))
     return [
-        _row("requests", f"running {_count(shown.running)}   waiting {_count(shown.waiting)}   {rates}"),
-        _row("waiting for", _reasons(shown.waiting_by_reason)),
-        _row(
-            "tokens/s",
-            f"generated {_number(shown.generation_tokens_per_s)}   prompt {_number(shown.prompt_tokens_per_s)}, "
-            f"of these cached {_number(shown.cached_tokens_per_s)}   per step {_number(shown.tokens_per_step)}",
-        ),
+        line_of(template, {**missing, **(each or {}), "label": label.replace("_", " ")})
+        for label, each in times.items()
     ]
 
 
-def _cache(shown: Overview) -> list[str]:
-    size = "" if shown.block_size is None else f" of {shown.block_size} tokens"
-    lines = [
-        _row(
-            "KV blocks",
-            f"{_bar(shown.kv_use)} {_share(shown.kv_use)} of {_count(shown.num_blocks)} blocks{size}   "
-            f"cached {_count(shown.num_cached_blocks)}   evicted {_rate(shown.evicted_blocks_per_s)}",
-        ),
-        _row("prefix cache", f"{_bar(shown.hit_share)} {_share(shown.hit_share)} of the prompt tokens found"),
-        _row(
-            "preemptions",
-            f"{_rate(shown.preemptions_per_s)}   since the start {_count(shown.preemptions)}: "
-            f"{_reasons(shown.preemptions_by_reason)}",
-        ),
-    ]
-    if shown.draft_acceptance is not None:
-        lines.append(_row("draft tokens", f"{_bar(shown.draft_acceptance)} {_share(shown.draft_acceptance)} accepted"))
-    return lines
+class _Forms(Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        name, _, width = spec.partition(" ")
+        return format(FORMS[name or "text"](value) if value is not None else MISSING.get(name, "-"), width)
 
 
-def _row(label: str, *cells: str) -> str:
-    return f"{label:<{LABEL_WIDTH}}{''.join(cells)}"
+def line_of(template: str, values: Mapping[str, Any]) -> str:
+    """Return a line with the values that its fields name; None is shown as ``-``."""
+    return _Forms().vformat(template, (), values)
 
 
-def _columns(label: str, *cells: str) -> str:
-    return _row(label, *(f"{cell:>{COLUMN_WIDTH}}" for cell in cells))
+def _bar(share: float) -> str:
+    full = round(BAR_WIDTH * min(max(share, 0.0), 1.0))
+    return f"[{'#' * full}{'.' * (BAR_WIDTH - full)}] {share:4.0%}"
 
 
-def _time_row(label: str, times: Times | None) -> str:
-    cells = ("-",) * 4
-    if times is not None:
-        cells = (_seconds(times.mean), _seconds(times.p50), _seconds(times.p99), f"{times.count:,}")
-    return _columns(f"  {label.replace('_', ' ')}", *cells)
-
-
-def _step_row(label: str, part: StepPartTimes | None) -> str:
-    cells = ("-",) * 4
-    if part is not None:
-        cells = (_ms(part.mean), _ms(part.p50), _ms(part.p99), f"{part.share:.0%}")
-    return _columns(f"  {label}", *cells)
-
-
-def _engines(shown: Overview) -> list[str]:
-    """Return a line for each engine of several."""
-    if not shown.engines:
-        return []
-    lines = ["", _columns("engines", "running", "waiting", "KV use", "tokens/s", "routed")]
-    for each in shown.engines:
-        cells = (_count(each.running), _count(each.waiting), _share(each.kv_use), _number(each.generation_tokens_per_s))
-        lines.append(_columns(f"  {each.engine}", *cells, _count(each.routed)))
-    return lines
-
-
-def _tenants(shown: Overview) -> list[str]:
-    """Return the tenants with the most requests."""
-    if not shown.tenants:
-        return []
-    most = sorted(shown.tenants, key=lambda each: (-each.running - each.waiting, each.tenant))
-    lines = ["", _columns("tenants", "running", "waiting", "KV blocks")]
-    for each in most[:MAX_TENANTS]:
-        lines.append(_columns(f"  {each.tenant}", _count(each.running), _count(each.waiting), _count(each.kv_blocks)))
-    return [*lines, *_more(len(most) - MAX_TENANTS)]
-
-
-def _oldest(shown: Overview) -> list[str]:
-    if not shown.requests:
-        return []
-    lines = ["", _columns("oldest requests", "tenant", "seconds", "prompt", "output", "KV blocks")]
-    for each in shown.requests[:MAX_REQUESTS]:
-        state = each.state if each.reason is None else f"{each.state} ({each.reason})"
-        if each.adapter is not None:
-            state += f", adapter {each.adapter}"
-        cells = (f"{each.tenant}", f"{each.seconds:.1f}", _count(each.prompt_tokens), _count(each.output_tokens))
-        lines.append(f"{_columns('', *cells, _count(each.kv_blocks))}  {state}  {each.id}")
-    return lines
-
-
-def _more(number: int) -> list[str]:
-    return [f"  and {number:,} more"] if number > 0 else []
-
-
-def _bar(share: float | None) -> str:
-    full = 0 if share is None else round(BAR_WIDTH * min(max(share, 0.0), 1.0))
-    return f"[{'#' * full}{'.' * (BAR_WIDTH - full)}]"
-
-
-def _share(share: float | None) -> str:
-    return "   -" if share is None else f"{share:4.0%}"
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _rate(value: float | None) -> str:
-    return f"{_number(value)}/s"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if value < 1 else f"{value:.2f}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:.2f}"
-
-
-def _reasons(reasons: dict[str, int]) -> str:
-    return ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()) or "-"
+FORMS: dict[str, Callable[[Any], str]] = {
+    "text": str,
+    "bar": _bar,
+    "count": "{:,}".format,
+    "number": _number,
+    "rate": lambda value: f"{_number(value)}/s",
+    "percent": "{:.0%}".format,
+    "tenths": "{:.1f}".format,
+    "seconds": lambda value: f"{value:.4f}" if value < 1 else f"{value:.2f}",
+    "ms": lambda value: f"{1000 * value:.2f}",
+    "reasons": lambda reasons: ", ".join(f"{reason} {count:,}" for reason, count in reasons.items()) or "-",
+}
+MISSING = {"bar": f"[{'.' * BAR_WIDTH}]    -", "rate": "-/s"}

@@ -1,22 +1,21 @@
 """``quire top``: shows a running server's figures, from ``/metrics`` and, with a key, ``/admin/state``."""
 
 import argparse
-import http.client
 import json
 import math
-import os
 import shutil
 import sys
 import time
 import urllib.error
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
 from quire.launch.config.api_keys import read_keys
-from quire.launch.plain_http import PlainServer, bearer
-from quire.launch.top.overview import Overview, overview
+from quire.launch.plain_http import PlainServer, bearer, server_key
+from quire.launch.top.overview import Figures, overview
 from quire.launch.top.scrape import Scrape
 from quire.launch.top.screen import screen
 from quire.launch.top.state import AdminState, decode_state
@@ -68,10 +67,10 @@ def run(args: argparse.Namespace) -> None:
     watch = Watch(server, args.interval, time.monotonic, time.sleep)
     try:
         if args.once:
-            _print(watch.once(), watch.url, args.json)
+            watch.once().print(as_json=args.json)
         elif args.json or not sys.stdout.isatty():
             while True:
-                _print(watch.next(), watch.url, args.json)
+                watch.next().print(as_json=args.json)
         else:
             _live(watch)
     except KeyboardInterrupt:
@@ -84,7 +83,7 @@ class ServerMetrics:
     def __init__(self, url: str, api_key: str | None, admin_api_key: str = "") -> None:
         self._server = PlainServer(url)
         self.url = self._server.url
-        self._headers = bearer(api_key or os.environ.get("QUIRE_API_KEY", ""))
+        self._headers = bearer(server_key(api_key))
         self._admin_headers = bearer(admin_api_key)
 
     def metrics(self) -> str:
@@ -98,9 +97,6 @@ class ServerMetrics:
         except urllib.error.HTTPError as error:
             error.close()
             raise EngineError(f"{self.url}/metrics returned {error.code}: is this a server of Quire?") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise ConfigError(f"--url {self.url}: cannot reach the server: {reason}") from None
 
     def state(self) -> str:
         """Return the state in the answer of /health, with any status; "" if it has none."""
@@ -109,21 +105,21 @@ class ServerMetrics:
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read(1024).decode(errors="replace")
-        except (OSError, http.client.HTTPException, ValueError):
+        except ConfigError:
             return ""
         try:
             return str(json.loads(text)["status"])[:40]
         except (ValueError, KeyError, TypeError):
             return ""
 
-    def admin_state(self) -> AdminState | None:
-        """Return the answer of /admin/state, or None without a key.
+    def admin_state(self) -> AdminState:
+        """Return the answer of /admin/state, or an empty one without a key.
 
         Raises:
             EngineError: the server refuses the key, or does not answer.
         """
         if not self._admin_headers:
-            return None
+            return AdminState()
         try:
             return decode_state(self._get("/admin/state", self._admin_headers))
         except urllib.error.HTTPError as error:
@@ -133,8 +129,8 @@ class ServerMetrics:
                 404: "the server has no such key, so it has no administrator's routes",
             }.get(error.code, "the scheduler did not answer")
             raise EngineError(f"--admin-api-key: /admin/state returned {error.code}: {reason}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise EngineError(f"/admin/state cannot be read: {getattr(error, 'reason', error)}") from None
+        except ConfigError as error:
+            raise EngineError(f"/admin/state cannot be read: {error}") from None
 
     def _get(self, path: str, headers: dict[str, str] | None = None) -> str:
         return self._server.request(path, self._headers if headers is None else headers)
@@ -150,61 +146,60 @@ class Watch:
         self._server, self._interval, self._clock, self._pause = server, interval, clock, pause
         self._scrapes: deque[Scrape] = deque()
 
-    def once(self) -> Overview:
+    def once(self) -> "Shown":
         """Return the figures of one interval, or with interval 0 those since the start."""
         return self.scrape() if self._interval == 0 else self.next()
 
-    def next(self) -> Overview:
+    def next(self) -> "Shown":
         """Wait for the interval and return the figures of the window. The first call makes two scrapes."""
         if not self._scrapes:
             self.scrape()
         self._pause(self._interval)
         return self.scrape()
 
-    def scrape(self) -> Overview:
+    def scrape(self) -> "Shown":
         """Return the figures of the window up to now; without an earlier scrape, those since the start."""
         now = Scrape.parse(self._server.metrics(), self._clock())
         while len(self._scrapes) > 1 and self._scrapes[1].time <= now.time - WINDOW_S:
             self._scrapes.popleft()
         earlier = self._scrapes[0] if self._scrapes else None
         self._scrapes.append(now)
-        return self._with_admin_state(overview(now, earlier, self._server.state()))
-
-    def _with_admin_state(self, shown: Overview) -> Overview:
+        figures = overview(now, earlier, self._server.state())
         try:
-            state = self._server.admin_state()
+            return Shown(self.url, figures, self._server.admin_state())
         except EngineError as error:
-            return msgspec.structs.replace(shown, admin_error=str(error))
-        if state is None:
-            return shown
-        return msgspec.structs.replace(shown, paused=state.paused, tenants=state.tenants, requests=state.requests)
+            return Shown(self.url, figures, AdminState(admin_error=str(error)))
 
 
-def _print(shown: Overview, url: str, as_json: bool) -> None:
-    text = msgspec.json.encode(shown).decode() if as_json else "\n".join([*screen(shown, url), ""])
-    print(text, flush=True)
+class Shown(NamedTuple):
+    """What is shown of a server at one time."""
+
+    url: str
+    figures: Figures
+    state: AdminState
+
+    def lines(self, width: int = 120) -> list[str]:
+        return screen(self.figures, self.url, self.state.lines(), width)
+
+    def print(self, *, as_json: bool) -> None:
+        figures = {**self.figures, **msgspec.structs.asdict(self.state)}
+        print(msgspec.json.encode(figures).decode() if as_json else "\n".join([*self.lines(), ""]), flush=True)
 
 
 def _live(watch: Watch) -> None:
     """Redraw the screen until Ctrl-C. If the server cannot be reached later, the error is shown until it can."""
-    shown, error = watch.scrape(), ""
+    shown, errors = watch.scrape(), list[str]()
     sys.stdout.write(ENTER_SCREEN)
     try:
         while True:
-            sys.stdout.write(HOME + "".join(f"{line}{REST_OF_LINE}\r\n" for line in _lines(shown, watch.url, error)))
-            sys.stdout.write(REST_OF_SCREEN)
+            width, height = shutil.get_terminal_size()
+            lines = [*errors, *shown.lines(width)][: max(1, height - 1)]
+            sys.stdout.write(HOME + "".join(f"{line[:width]}{REST_OF_LINE}\r\n" for line in lines) + REST_OF_SCREEN)
             sys.stdout.flush()
             try:
-                shown, error = watch.next(), ""
+                shown, errors = watch.next(), []
             except (ConfigError, EngineError) as failure:
-                error = str(failure)
+                errors = [str(failure)]
     finally:
         sys.stdout.write(LEAVE_SCREEN)
         sys.stdout.flush()
-
-
-def _lines(shown: Overview, url: str, error: str) -> list[str]:
-    """Return the lines that fit on the terminal, an error first."""
-    width, height = shutil.get_terminal_size()
-    lines = [error[:width], *screen(shown, url, width)] if error else screen(shown, url, width)
-    return lines[: max(1, height - 1)]

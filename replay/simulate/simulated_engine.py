@@ -6,7 +6,7 @@ import msgspec
 
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.options import EngineOptions
-from quire.launch.supervision.supervisor import WorkerProgram
+from quire.launch.supervision.supervisor import WorkerModule
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
@@ -14,8 +14,8 @@ from quire.replay.costs.parse import parse_cost
 from quire.replay.simulate.worker_process import plan_pool
 
 
-def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[EngineConfig, WorkerProgram]:
-    """Return the engine's configuration and the worker program to start.
+def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[EngineConfig, WorkerModule]:
+    """Return the engine's configuration and the worker to start.
 
     Defaults are those of a GPU. The configuration has one rank, because one process simulates all ranks; the cost model
     knows their number.
@@ -41,5 +41,5 @@ def simulated_engine(options: EngineOptions, cost: str, folder: Path) -> tuple[E
     layout = kv_layout(config.model, config.block_size, config.kv_cache_dtype)
     plan_pool(config, layout, model, ranks)  # raises before any process starts if nothing fits
     arguments = ("--cost", cost, "--ranks", str(ranks))
-    program = WorkerProgram("quire.replay.simulate.worker_process", arguments)
-    return msgspec.structs.replace(config, tensor_parallel_size=1), program
+    worker = WorkerModule("quire.replay.simulate.worker_process", arguments)
+    return msgspec.structs.replace(config, tensor_parallel_size=1), worker

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from exported_metrics import FullEngine, exported_labels
 from front_end import FrontEnd
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 
 from quire.launch import cli
 from quire.launch.top import overview as overview_module
-from quire.launch.top.overview import Overview, overview
+from quire.launch.top.overview import Figures, overview
 from quire.launch.top.scrape import Distribution, Scrape
 from quire.launch.top.screen import screen
-from quire.launch.top.state import decode_state
+from quire.launch.top.state import AdminState, decode_state
 from quire.launch.top.watch import ServerMetrics, Watch
 from quire.protocol.errors import EngineError
 
@@ -119,22 +118,19 @@ oldest requests     tenant   seconds    prompt    output KV blocks
                          2       3.0     9,000         0         0  waiting (kv_blocks), adapter sql  cmpl-7-1"""
 
 
-def recorded(text: str = AFTER) -> Overview:
+def recorded(text: str = AFTER) -> Figures:
     return overview(Scrape.parse(text, 12.0), Scrape.parse(BEFORE, 10.0), "ready")
 
 
 def test_the_screen_of_recorded_metrics() -> None:
-    state = decode_state(STATE)
-    shown = msgspec.structs.replace(recorded(), tenants=state.tenants, requests=state.requests)
-    assert "\n".join(screen(shown, "http://h:8000")) == SCREEN
+    assert "\n".join(screen(recorded(), "http://h:8000", decode_state(STATE).lines())) == SCREEN
     assert SCREEN.startswith("\n".join(screen(recorded(), "http://h:8000")))
 
 
 def test_many_tenants_and_requests_are_cut() -> None:
     state = decode_state(STATE)
-    shown = msgspec.structs.replace(recorded(), tenants=state.tenants * 50, requests=state.requests * 50)
-    lines = screen(shown, "u")
-    assert "  and 92 more" in lines and len(lines) < 60
+    lines = AdminState(None, state.tenants * 50, state.requests * 50).lines()  # type: ignore[operator]
+    assert "  and 92 more" in lines and len(lines) < 25
 
 
 def test_any_prefix_is_read() -> None:
@@ -143,10 +139,10 @@ def test_any_prefix_is_read() -> None:
 
 def test_without_an_earlier_scrape_figures_are_since_the_start() -> None:
     shown = overview(Scrape.parse(AFTER, 12.0), None, "")
-    assert shown.window_s is None and shown.generation_tokens_per_s is None
-    assert shown.hit_share == 1100 / 3000
-    queue = shown.times["queue"]
-    assert queue is not None and (queue.count, queue.mean) == (14, 2.5 / 14)
+    assert shown["window_s"] is None and shown["generation_tokens_per_s"] is None
+    assert shown["hit_share"] == 1100 / 3000
+    queue = shown["times"]["queue"]
+    assert queue is not None and (queue["count"], queue["mean"]) == (14, 2.5 / 14)
     assert "(since the start)" in screen(shown, "u")[0]
 
 
@@ -157,7 +153,7 @@ def test_a_scrape_without_the_scheduler_is_marked() -> None:
 
 
 def test_control_characters_and_long_names_of_a_server_do_not_reach_the_terminal() -> None:
-    lines = screen(recorded(AFTER.replace('"m"', '"\x1b[2J' + "m" * 500 + '"')), "u", 80)
+    lines = screen(recorded(AFTER.replace('"m"', '"\x1b[2J' + "m" * 500 + '"')), "u", width=80)
     assert all(len(line) <= 80 and line.isprintable() for line in lines)
     assert "?[2Jmmm" in lines[0]
 
@@ -170,7 +166,8 @@ def test_damaged_metrics_are_an_error(text: str) -> None:
 
 def test_every_metric_that_is_read_exists() -> None:
     source = Path(overview_module.__file__).read_text()
-    named = set(re.findall(r'"([a-z_]+_(?:total|seconds|info|perc|running|waiting|blocks|by_reason))"', source))
+    found = re.findall(r'"([a-z_]+_(?:total|seconds|info|perc|running|waiting|blocks|by_reason))"(?!:)', source)
+    named = set(found)
     exported = set(exported_labels("quire"))
     families = exported | {name.removesuffix("_count") for name in exported if name.endswith("_count")}
     assert len(named) > 20
@@ -218,12 +215,12 @@ def test_figures_are_of_the_last_ten_seconds(served: FrontEnd) -> None:
     times = iter(range(0, 1000, 4))
     pauses: list[float] = []
     watch = Watch(ServerMetrics(url(served), None), 4.0, lambda: float(next(times)), pauses.append)
-    assert watch.scrape().window_s is None
-    assert [watch.next().window_s for _ in range(5)] == [4, 8, 12, 12, 12]
+    assert watch.scrape().figures["window_s"] is None
+    assert [watch.next().figures["window_s"] for _ in range(5)] == [4, 8, 12, 12, 12]
     assert pauses == [4.0] * 5
     slow = iter(range(0, 1000, 60))
     watch = Watch(ServerMetrics(url(served), None), 60.0, lambda: float(next(slow)), pauses.append)
-    assert [watch.next().window_s for _ in range(3)] == [60, 60, 60]
+    assert [watch.next().figures["window_s"] for _ in range(3)] == [60, 60, 60]
 
 
 def unused_url() -> str:
@@ -336,8 +333,8 @@ quire:num_router_restarts_total{model_name="m"} 2
 def test_several_engines_are_sums_and_a_line_each() -> None:
     before, now = (Scrape.parse(SEVERAL.replace("GROWN", text), at) for text, at in (("10", 0.0), ("30", 2.0)))
     shown = overview(now, before, "ready")
-    assert (shown.running, shown.waiting, shown.kv_use) == (5, 7, 0.35)
-    assert [each.generation_tokens_per_s for each in shown.engines] == [0, 10]
+    assert (shown["running"], shown["waiting"], shown["kv_use"]) == (5, 7, 0.35)
+    assert [each["generation_tokens_per_s"] for each in shown["engines"]] == [0, 10]
     lines = screen(shown, "http://a")
     at = lines.index(next(line for line in lines if line.startswith("engines")))
     assert lines[at + 1].split() == ["0", "2", "0", "10%", "0.0", "0"]
@@ -355,4 +352,4 @@ def test_an_engine_that_restarts_or_does_not_answer_does_not_change_rates(
         rows = [f'quire:generation_tokens_total{{engine="{at}"}} {count}' for at, count in enumerate(counts)]
         return Scrape.parse("\n".join(["# TYPE quire:generation_tokens counter", *rows]) + "\n", time)
 
-    assert overview(scrape(after, 2.0), scrape(before, 0.0), "ready").generation_tokens_per_s == 100.0
+    assert overview(scrape(after, 2.0), scrape(before, 0.0), "ready")["generation_tokens_per_s"] == 100.0

@@ -3,6 +3,7 @@
 import ast
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,22 @@ import pytest
 from pulled_sequence import PulledSequence
 from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
-from tqdm import tqdm
 
 import quire
 from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.scheduler_link import Readers
 from quire.frontend.engine.session import Session
 from quire.frontend.engine.streams import Stream
+from quire.frontend.engine.terms import Terms
 from quire.frontend.http.app import make_app
 from quire.frontend.http.schema.errors import STATUS_OF_CODE
 from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts
-from quire.launch.offline.batch import Batch, BatchRequest
+from quire.launch.offline.batch import Batch
+from quire.launch.offline.reading import Reading
+from quire.launch.offline.samples import PromptSamples
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, EngineState, Rejected, StepOutputs
@@ -73,6 +76,9 @@ class ScheduledEngine(Driver):
 
     def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None = None) -> Stream:
         return self.session.add(request, on_update, parent)
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def wait(self) -> None:
         self.step()
@@ -198,17 +204,25 @@ class TestOffline:
     def run(self, engine: ScheduledEngine, text_in: TextIn, priorities: list[int] | None = None) -> list[list[int]]:
         """Return the tokens of each prompt's second answer."""
         given = priorities or [0] * len(PROMPTS)
-        requests = [
-            BatchRequest(f"r{i}", Prompt(np.array(prompt, np.int32)), PARAMS, priority)
-            for i, (prompt, priority) in enumerate(zip(PROMPTS, given, strict=True))
-        ]
-        batch = Batch(engine, text_in, TokenTexts(text_in.tokenizer), requests)
-        with tqdm(disable=True) as bar:
-            batch.finish(bar)
-        assert all(output.finished and output.outputs[0].finish_reason == "length" for output in batch.outputs)
-        assert [output.request_id for output in batch.outputs] == [request.name for request in requests]
+        prompts = self.prompts(engine, text_in, PROMPTS, given)
+        samples = [sample for each in prompts for sample in each.samples]
+        ended: list[None] = []
+        Batch(engine, samples).finish(lambda: ended.append(None))
+        outputs = [each.output for each in prompts]
+        assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+        assert len(ended) == len(outputs)
         engine.check_drained()
-        return [output.outputs[1].token_ids for output in batch.outputs]
+        return [output.outputs[1].token_ids for output in outputs]
+
+    def prompts(
+        self, engine: ScheduledEngine, text_in: TextIn, prompts: list[list[int]], priorities: list[int]
+    ) -> list[PromptSamples]:
+        reading = Reading(engine, text_in, TokenTexts(text_in.tokenizer))
+        found = []
+        for i, (tokens, priority) in enumerate(zip(prompts, priorities, strict=True)):
+            prompt = Prompt(np.array(tokens, np.int32))
+            found.append(PromptSamples(reading, f"r{i}", Terms(priority), prompt, PARAMS))
+        return found
 
     @property
     def expected(self) -> list[list[int]]:
@@ -238,13 +252,10 @@ class TestOffline:
 
     def test_a_permanent_refusal_fails_the_call_and_aborts_its_requests(self, text_in: TextIn) -> None:
         engine = ScheduledEngine(max_num_seqs=2, num_blocks=3)
-        requests = [
-            BatchRequest(f"r{i}", Prompt(np.arange(3, 3 + length, dtype=np.int32)), PARAMS)
-            for i, length in enumerate((2, 90))
-        ]
-        batch = Batch(engine, text_in, TokenTexts(text_in.tokenizer), requests)
-        with pytest.raises(InvalidRequest) as caught, tqdm(disable=True) as bar:
-            batch.finish(bar)
+        prompts = self.prompts(engine, text_in, [list(range(3, 3 + length)) for length in (2, 90)], [0, 0])
+        batch = Batch(engine, [sample for each in prompts for sample in each.samples])
+        with pytest.raises(InvalidRequest) as caught:
+            batch.finish(lambda: None)
         assert caught.value.code == "kv_pool_too_small"
         batch.abort()
         engine.run()

@@ -15,7 +15,7 @@ from lent_engines import TINY
 
 from quire import LLM, SamplingParams
 from quire.frontend.engine.job import NO_JOB
-from quire.launch.offline.jobs import jobs_for
+from quire.launch.offline.call_options import jobs_for
 from quire.launch.offline.request_output import EngineStatistics
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.front_end_messages import Histogram, Statistics

@@ -178,7 +178,7 @@ def test_json_has_the_text_and_usage(server: FakeServer, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--url", "ftp://x"], "--url ftp://x: must start with http:// or https://"),
+        (["--url", "ftp://x"], "--url must start with http:// or https:// (got 'ftp://x')"),
         (["--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1: cannot reach the server"),
         (["two", "--url", "URL"], "two is not served at URL (models: one)"),
         (["--url", "URL", "--max-num-seqs", "3"], "--url cannot be combined with --max-num-seqs"),

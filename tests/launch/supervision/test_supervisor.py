@@ -13,7 +13,7 @@ from scheduler_driver import make_config
 from waits import wait_for
 
 from quire.launch.supervision.child_process import ChildProcess
-from quire.launch.supervision.supervisor import Supervisor, WorkerProgram
+from quire.launch.supervision.supervisor import Supervisor, WorkerModule
 from quire.protocol.process.child import Command
 from quire.protocol.routing import EnginePlace
 
@@ -110,7 +110,7 @@ def test_a_child_that_cannot_be_started_leaves_no_descriptors() -> None:
 
 @pytest.mark.full
 def test_a_dead_worker_is_replaced() -> None:
-    with Supervisor(make_config(), worker=WorkerProgram("pipe_holder")) as supervisor:
+    with Supervisor(make_config(), worker=WorkerModule("pipe_holder")) as supervisor:
         policy = supervisor.policy
 
         def watch_until(condition: Callable[[], bool]) -> None:

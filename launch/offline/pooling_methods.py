@@ -1,13 +1,14 @@
-"""The methods of ``LLM`` for vectors and scores, over a function that computes the inputs of one call."""
+"""The methods of ``LLM`` for vectors and scores, over one method that computes the inputs of a call."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Unpack
 
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.pooling.comparisons import Comparison, Scores, compare, compare_documents, ranking
 from quire.frontend.text.pooling.inputs import PoolingInput, pooling_params, prompt_text, with_prompt
-from quire.launch.offline.lora_request import LoRARequest
-from quire.launch.offline.pooled_batch import Rows, RowsOutput
+from quire.launch.offline.call_options import RequestOptions
+from quire.launch.offline.pooled_input import Rows, RowsOutput
 from quire.launch.offline.pooling_output import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -25,7 +26,7 @@ from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
 from quire.protocol.request.pooling_params import PoolingParams
 
 
-class PoolingOptions(TypedDict, total=False):
+class PoolingOptions(RequestOptions, total=False):
     """Options of all methods.
 
     Attributes:
@@ -33,8 +34,6 @@ class PoolingOptions(TypedDict, total=False):
             longer text is refused.
         truncation_side: the end that is cut off, left or right; by default the tokenizer's.
         add_special_tokens: let the tokenizer add its own special tokens to text (true).
-        lora_request: the LoRA adapter of the call; it needs ``enable_lora=True``.
-        priority: lower values are scheduled first with ``scheduling_policy="priority"`` (0).
         skip_reading_prefix_cache: compute the whole prompts, also what is cached of them (false).
         use_tqdm: show the progress (false).
     """
@@ -42,41 +41,66 @@ class PoolingOptions(TypedDict, total=False):
     truncate_prompt_tokens: int
     truncation_side: str
     add_special_tokens: bool
-    lora_request: LoRARequest | None
-    priority: int
     skip_reading_prefix_cache: bool
     use_tqdm: bool
 
 
 Prompts = PromptInput | Sequence[PromptInput]
-Compute = Callable[[Sequence[PoolingInput], Callable[[int], str], PoolingParams, PoolingOptions], list[RowsOutput]]
-"""Returns the rows of each input, from the inputs, a function that names each for errors, parameters and options."""
 
 
-class PoolingCalls:
-    """Turns the arguments of a call into inputs, and their rows into the call's outputs."""
+class PoolingMethods(ABC):
+    """The methods of ``LLM`` for vectors and scores: turn arguments into inputs, and their rows into outputs."""
 
-    def __init__(self, capabilities: Capabilities, compute: Compute) -> None:
-        self._capabilities = capabilities
-        self._compute = compute
+    @property
+    @abstractmethod
+    def _capabilities(self) -> Capabilities:
+        """What the model can do."""
+
+    @abstractmethod
+    def _compute(
+        self,
+        inputs: Sequence[PoolingInput],
+        field_of: Callable[[int], str],
+        params: PoolingParams,
+        options: PoolingOptions,
+    ) -> list[RowsOutput]:
+        """Return the rows of each input. ``field_of``: names an input for errors."""
 
     def embed(
         self,
         prompts: Prompts,
-        dimensions: int | None,
-        prompt_name: str | None,
-        options: PoolingOptions,
         *,
-        normalize: bool,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        prompt_name: str | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt. ``options``: as of PoolingOptions, for all of these methods.
+
+        Args:
+            prompts: as of ``generate``.
+            dimensions: entries of a vector that are kept, the first ones; None: all.
+            normalize: make the vectors 1 long, if the model does.
+            prompt_name: the model's prompt that is put before each text; None: the model's default.
+
+        Raises:
+            InvalidRequest: the model makes no vectors, or a prompt or an option is refused; the call is aborted.
+            EngineError: the engine has failed.
+        """
         pooling = self._capabilities.require_task("LLM.embed", "embed")
         params = pooling_params(pooling, "embed", dimensions, use_activation=normalize)
         found = self._of_prompts(pooling, prompts, prompt_name, params, options)
         return [_replaced(each, lambda rows: EmbeddingOutput(rows[0])) for each in found]
 
     def encode(
-        self, prompts: Prompts, task: PoolingTask, prompt_name: str | None, options: PoolingOptions
+        self,
+        prompts: Prompts,
+        task: PoolingTask = "token_embed",
+        *,
+        prompt_name: str | None = None,
+        **options: Unpack[PoolingOptions],
     ) -> list[EncodeRequestOutput]:
+        """Return what any task of the model makes of each prompt: by default a vector for each token."""
         pooling = self._capabilities.require_pooling("LLM.encode")
         if task not in pooling.tasks:
             raise wrong_value("task", f"a task of this model ({', '.join(pooling.tasks)})", task, "unsupported_value")
@@ -84,8 +108,9 @@ class PoolingCalls:
         return [_replaced(each, PoolingOutput) for each in found]
 
     def classify(
-        self, prompts: Prompts, options: PoolingOptions, *, use_activation: bool
+        self, prompts: Prompts, *, use_activation: bool = True, **options: Unpack[PoolingOptions]
     ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the labels for each prompt; without the activation, the head's values."""
         pooling = self._capabilities.require_task("LLM.classify", "classify")
         params = pooling_params(pooling, "classify", use_activation=use_activation)
 
@@ -98,11 +123,15 @@ class PoolingCalls:
         self,
         text_1: str | list[str],
         text_2: str | list[str],
-        instruction: str,
-        options: PoolingOptions,
         *,
-        use_activation: bool,
+        instruction: str = "",
+        use_activation: bool = True,
+        **options: Unpack[PoolingOptions],
     ) -> list[ScoringOutput]:
+        """Return the scores of one text with one or more others, or of each text with its counterpart.
+
+        ``instruction``: for rerankers with a template for it (Qwen3-Reranker); "": the model's own.
+        """
         task = self._capabilities.require_scoring("LLM.score")
         pooling = self._capabilities.require_pooling("LLM.score")
         first, second = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
@@ -117,12 +146,13 @@ class PoolingCalls:
         self,
         query: str,
         documents: list[str],
-        top_n: int,
-        instruction: str,
-        options: PoolingOptions,
+        top_n: int = 0,
         *,
-        use_activation: bool,
+        instruction: str = "",
+        use_activation: bool = True,
+        **options: Unpack[PoolingOptions],
     ) -> list[RerankResult]:
+        """Return the ``top_n`` best documents for the query, the best first; 0: all. Otherwise as ``score``."""
         task = self._capabilities.require_scoring("LLM.rerank")
         pooling = self._capabilities.require_pooling("LLM.rerank")
         if not documents:
