@@ -3,7 +3,6 @@
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -58,19 +57,11 @@ register_url_convertor("response", _ResponseId())
 Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
 
 
-class Status(msgspec.Struct, frozen=True):
-    status: str
-
-
-class Version(msgspec.Struct, frozen=True):
-    version: str
-
-
 async def health(server: Server, request: Request) -> Response:
     """Return 200 while the engine makes progress, recovery included, and 503 while it starts, after it has failed, or
     when it has produced no token for too long."""
     is_healthy = server.engine.state in ("ready", "recovering", "draining") and not server.is_stuck
-    return json_response(Status(server.status), 200 if is_healthy else 503)
+    return json_response({"status": server.status}, 200 if is_healthy else 503)
 
 
 async def ready(server: Server, request: Request) -> Response:
@@ -79,11 +70,11 @@ async def ready(server: Server, request: Request) -> Response:
     A recovering engine is ready: new requests only wait until the recovery is over. A paused one is not.
     """
     is_ready = server.engine.state in ("ready", "recovering") and not server.is_stuck and not server.engine.pause_kind
-    return json_response(Status(server.status), 200 if is_ready else 503)
+    return json_response({"status": server.status}, 200 if is_ready else 503)
 
 
 async def version(server: Server, request: Request) -> Response:
-    return json_response(Version(server.settings.version))
+    return json_response({"version": server.settings.version})
 
 
 async def metrics(server: Server, request: Request) -> Response:

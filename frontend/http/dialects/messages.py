@@ -1,6 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for conversations."""
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -12,10 +11,6 @@ from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
-
-
-class TokenCount(msgspec.Struct, frozen=True):
-    input_tokens: int
 
 
 async def create_message(server: Server, request: Request) -> ASGIApp:
@@ -33,4 +28,4 @@ async def count_message_tokens(server: Server, request: Request) -> Response:
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
     await server.check_model(parsed.chat.model)
     prompt, _ = await encode_conversation(server, parsed.chat, len(body))
-    return json_response(TokenCount(len(prompt.token_ids)))
+    return json_response({"input_tokens": len(prompt.token_ids)})

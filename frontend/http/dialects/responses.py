@@ -14,7 +14,7 @@ from quire.frontend.http.dialects.responses_events import SSE, EventFraming, Res
 from quire.frontend.http.routes.conversation import AnswerReader, encode_conversation
 from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError, shorten
-from quire.frontend.http.serving.body import parse_body, read_body
+from quire.frontend.http.serving.body import json_response, parse_body, read_body
 from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import Server
@@ -27,17 +27,6 @@ STORED_PATH = "/peers/stored/"
 """Path of a stored response for the other front ends; clients cannot reach it."""
 MAX_FETCHED = 64
 """Responses of other front ends to which one request may refer; the body is parsed once more for each."""
-
-
-class InputTokens(msgspec.Struct, frozen=True):
-    input_tokens: int
-    object: str = "response.input_tokens"
-
-
-class Deleted(msgspec.Struct, frozen=True):
-    id: str
-    object: str = "response"
-    deleted: bool = True
 
 
 async def create_response(server: Server, request: Request) -> ASGIApp:
@@ -78,7 +67,7 @@ async def count_input_tokens(server: Server, request: Request) -> Response:
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
     await server.check_model(parsed.chat.model)
     prompt, _ = await encode_request(server, parsed, size)
-    return _json(msgspec.json.encode(InputTokens(len(prompt.token_ids))))
+    return json_response({"input_tokens": len(prompt.token_ids), "object": "response.input_tokens"})
 
 
 async def stored_response(server: Server, request: Request) -> Response:
@@ -88,7 +77,7 @@ async def stored_response(server: Server, request: Request) -> Response:
     if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
         text = "stream must be false: the events of a stored response are not kept"
         raise ApiError(400, text, "stream", "unsupported")
-    return _json(_stored(server, request).body)
+    return Response(_stored(server, request).body, media_type="application/json")
 
 
 async def list_input_items(server: Server, request: Request) -> Response:
@@ -97,14 +86,14 @@ async def list_input_items(server: Server, request: Request) -> Response:
     if request.query_params.get("order", "desc") != "asc":
         items.reverse()
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
-    return _json(msgspec.json.encode({"object": "list", "data": items, "has_more": False, **ends}))
+    return json_response({"object": "list", "data": items, "has_more": False, **ends})
 
 
 def _delete(server: Server, request: Request) -> Response:
     tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
     if not server.response_store.delete(tenant, response_id):
         raise not_stored(server.response_store, response_id, None)
-    return _json(msgspec.json.encode(Deleted(response_id)))
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
@@ -243,7 +232,3 @@ def _with_id(item: bytes, index: int) -> dict[str, Any]:
     if kind == "message" and isinstance(fields.get("content"), str):
         fields["content"] = [{"type": "input_text", "text": fields["content"]}]
     return {"id": f"item_{index}", "type": kind, **fields}
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

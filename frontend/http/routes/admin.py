@@ -1,8 +1,8 @@
 """The administrator's routes: pause, resume, reset of the prefix cache, and the engine's state in detail."""
 
 import asyncio
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,70 +11,9 @@ from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response, read_body
 from quire.frontend.http.serving.server import Server
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.wire.front_end_messages import PAUSE_MODES, Histogram, RequestState, Statistics, TenantState
+from quire.protocol.wire.front_end_messages import PAUSE_MODES, Histogram, RequestState, Statistics
 
 TIMEOUT_S = 5.0
-
-
-class PauseState(msgspec.Struct, frozen=True):
-    """``paused``: wait or keep, or None if the server admits requests."""
-
-    paused: str | None
-    running: int
-    waiting: int
-
-
-class CacheReset(msgspec.Struct, frozen=True):
-    dropped_blocks: int
-
-
-class RequestEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of the engine. ``seconds``: since its arrival. ``adapter``: the name of its LoRA adapter."""
-
-    id: str
-    tenant: int
-    state: str
-    reason: str | None
-    seconds: float
-    prompt_tokens: int
-    output_tokens: int
-    kv_blocks: int
-    preemptions: int
-    adapter: str | None
-
-
-class TenantEntry(msgspec.Struct, frozen=True):
-    tenant: int
-    running: int
-    waiting: int
-    kv_blocks: int
-
-
-class StepPart(msgspec.Struct, frozen=True):
-    """Time of one part of all steps: ``seconds`` in all, ``mean`` per step."""
-
-    count: int
-    seconds: float
-    mean: float | None
-
-
-class DetailedState(msgspec.Struct, frozen=True, kw_only=True):
-    """``requests``: the oldest ones. Shares are from 0 to 1; None before there was anything to share."""
-
-    state: str
-    paused: str | None
-    running: int
-    waiting: int
-    waiting_by_reason: dict[str, int]
-    tenants: list[TenantEntry]
-    requests: list[RequestEntry]
-    kv_blocks: int
-    kv_blocks_used: int
-    kv_blocks_cached: int
-    kv_use: float | None
-    prefix_hit_share: float | None
-    preemptions_by_reason: dict[str, int]
-    step_parts: dict[str, StepPart]
 
 
 async def pause(server: Server, request: Request) -> Response:
@@ -98,35 +37,45 @@ async def reset_prefix_cache(server: Server, request: Request) -> Response:
     if not after.done:
         text = f"{after.num_running} requests hold KV blocks: pause with mode=wait, and retry when none is running"
         raise ApiError(409, text, None, "requests_running")
-    return json_response(CacheReset(before.num_cached_blocks))
+    return json_response({"dropped_blocks": before.num_cached_blocks})
 
 
 async def engine_state(server: Server, request: Request) -> Response:
+    """Return what the engine does now: the oldest requests, and shares from 0 to 1, None before there was any."""
     await query_parameters(request)
     found = await _control(server, "requests")
     now = server.metrics.now()
     used = found.num_usable_blocks - found.num_free_blocks
-    state = DetailedState(
-        state=server.status,
-        paused=PAUSE_MODES[server.engine.pause_kind],
-        running=found.num_running,
-        waiting=found.num_waiting,
-        waiting_by_reason=found.waiting_by_reason,
-        tenants=[_tenant_entry(each) for each in found.tenants],
-        requests=[_request_entry(each, now) for each in found.requests],
-        kv_blocks=found.num_usable_blocks,
-        kv_blocks_used=used,
-        kv_blocks_cached=found.num_cached_blocks,
-        kv_use=_share(used, found.num_usable_blocks),
-        prefix_hit_share=_share(found.prefix_cache_hit_tokens, found.prefix_cache_queries),
-        preemptions_by_reason=found.preemptions_by_reason,
-        step_parts={
-            "schedule": _step_part(found.step_schedule),
-            "worker": _step_part(found.step_worker),
-            "update": _step_part(found.step_update),
-            "reply": _step_part(found.step_reply),
-        },
-    )
+    parts = {
+        "schedule": found.step_schedule,
+        "worker": found.step_worker,
+        "update": found.step_update,
+        "reply": found.step_reply,
+    }
+    state = {
+        "state": server.status,
+        "paused": PAUSE_MODES[server.engine.pause_kind],
+        "running": found.num_running,
+        "waiting": found.num_waiting,
+        "waiting_by_reason": found.waiting_by_reason,
+        "tenants": [
+            {
+                "tenant": each.tenant,
+                "running": each.num_running,
+                "waiting": each.num_waiting,
+                "kv_blocks": each.num_blocks,
+            }
+            for each in found.tenants
+        ],
+        "requests": [_request_entry(each, now) for each in found.requests],
+        "kv_blocks": found.num_usable_blocks,
+        "kv_blocks_used": used,
+        "kv_blocks_cached": found.num_cached_blocks,
+        "kv_use": share(used, found.num_usable_blocks),
+        "prefix_hit_share": share(found.prefix_cache_hit_tokens, found.prefix_cache_queries),
+        "preemptions_by_reason": found.preemptions_by_reason,
+        "step_parts": {name: _step_part(times) for name, times in parts.items()},
+    }
     return json_response(state)
 
 
@@ -161,33 +110,32 @@ async def _control(server: Server, kind: str) -> Statistics:
         raise ApiError(503, text, None, "engine_unavailable") from None
 
 
-def _pause_state(server: Server, statistics: Statistics) -> PauseState:
-    return PauseState(PAUSE_MODES[server.engine.pause_kind], statistics.num_running, statistics.num_waiting)
+def _pause_state(server: Server, statistics: Statistics) -> dict[str, Any]:
+    """Return the counts, and ``paused``: wait or keep, or None if the server admits requests."""
+    paused = PAUSE_MODES[server.engine.pause_kind]
+    return {"paused": paused, "running": statistics.num_running, "waiting": statistics.num_waiting}
 
 
-def _tenant_entry(tenant: TenantState) -> TenantEntry:
-    return TenantEntry(tenant.tenant, tenant.num_running, tenant.num_waiting, tenant.num_blocks)
+def _request_entry(request: RequestState, now: float) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "tenant": request.tenant,
+        "state": request.state,
+        "reason": request.reason or None,
+        "seconds": round(max(now - request.arrival, 0.0), 3),  # since its arrival
+        "prompt_tokens": request.num_prompt_tokens,
+        "output_tokens": request.num_output_tokens,
+        "kv_blocks": request.num_blocks,
+        "preemptions": request.num_preemptions,
+        "adapter": request.adapter or None,
+    }
 
 
-def _request_entry(request: RequestState, now: float) -> RequestEntry:
-    return RequestEntry(
-        id=request.request_id,
-        tenant=request.tenant,
-        state=request.state,
-        reason=request.reason or None,
-        seconds=round(max(now - request.arrival, 0.0), 3),
-        prompt_tokens=request.num_prompt_tokens,
-        output_tokens=request.num_output_tokens,
-        kv_blocks=request.num_blocks,
-        preemptions=request.num_preemptions,
-        adapter=request.adapter or None,
-    )
-
-
-def _step_part(times: Histogram | None) -> StepPart:
+def _step_part(times: Histogram | None) -> dict[str, Any]:
+    """Return the time of one part of all steps: in all, and the mean of a step."""
     count, total = (0, 0.0) if times is None else (sum(times.counts), times.total)
-    return StepPart(count, total, total / count if count else None)
+    return {"count": count, "seconds": total, "mean": share(total, count)}
 
 
-def _share(part: float, whole: float) -> float | None:
+def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None

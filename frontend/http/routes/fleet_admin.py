@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.http.routes.admin import TIMEOUT_S, query_parameters
+from quire.frontend.http.routes.admin import TIMEOUT_S, query_parameters, share
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response
 from quire.frontend.http.serving.server import FleetLink, Server
@@ -15,24 +16,6 @@ from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.process.fleet_orders import ALL, OrderRefused, check_order
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import Statistics
-
-
-class EngineEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine. ``state``: as of EnginePlace, or recovering while a serving one replaces its workers. ``starts``:
-    number of times that it was started. ``kv_use``: from 0 to 1. What an engine does not answer is None."""
-
-    engine: int
-    state: str
-    starts: int
-    detail: str | None
-    kv_blocks: int | None = None
-    kv_use: float | None = None
-    running: int | None = None
-    waiting: int | None = None
-
-
-class EngineList(msgspec.Struct, frozen=True):
-    engines: list[EngineEntry]
 
 
 async def list_engines(server: Server, request: Request) -> Response:
@@ -75,12 +58,12 @@ def _number(text: str | None, *, is_needed: bool) -> int:
     return int(text)
 
 
-async def _list(link: FleetLink) -> EngineList:
+async def _list(link: FleetLink) -> dict[str, Any]:
     try:
         statistics = await asyncio.wait_for(link.statistics(), TIMEOUT_S)
     except (EngineError, TimeoutError):
         statistics = {}
-    return EngineList([_entry(link, place, statistics.get(place.engine)) for place in link.places()])
+    return {"engines": [_entry(link, place, statistics.get(place.engine)) for place in link.places()]}
 
 
 def _as_usable(link: FleetLink, place: EnginePlace, ordered: int) -> EnginePlace:
@@ -90,16 +73,13 @@ def _as_usable(link: FleetLink, place: EnginePlace, ordered: int) -> EnginePlace
     return msgspec.structs.replace(place, state="starting")
 
 
-def _entry(link: FleetLink, place: EnginePlace, found: Statistics | None) -> EngineEntry:
+def _entry(link: FleetLink, place: EnginePlace, found: Statistics | None) -> dict[str, Any]:
+    """Return an engine's state, which is recovering while a serving one replaces its workers, its number of starts, and
+    what it has answered: None if it has not."""
     state = "recovering" if place.state == "serving" and not link.is_usable(place.engine) else place.state
-    about = EngineEntry(engine=place.engine, state=state, starts=place.num_starts, detail=place.detail or None)
+    entry = {"engine": place.engine, "state": state, "starts": place.num_starts, "detail": place.detail or None}
     if found is None:
-        return about
-    used = found.num_usable_blocks - found.num_free_blocks
-    return msgspec.structs.replace(
-        about,
-        kv_blocks=found.num_usable_blocks,
-        kv_use=used / found.num_usable_blocks if found.num_usable_blocks else None,
-        running=found.num_running,
-        waiting=found.num_waiting,
-    )
+        return entry | dict.fromkeys(("kv_blocks", "kv_use", "running", "waiting"))
+    used = share(found.num_usable_blocks - found.num_free_blocks, found.num_usable_blocks)
+    figures = {"kv_blocks": found.num_usable_blocks, "kv_use": used}
+    return {**entry, **figures, "running": found.num_running, "waiting": found.num_waiting}

@@ -75,8 +75,7 @@ async def _unload(server: Server, adapter: AdapterRef, force: bool, scope: Scope
     await _adapters(server).forget(adapter.name)  # first, so that no new request has it
     while not await _unloaded(server, adapter, force=force):
         await asyncio.sleep(POLL_S)
-    body = msgspec.json.encode({"id": adapter.name, "object": "model", "deleted": True})
-    await Response(body, media_type="application/json")(scope, receive, send)
+    await json_response({"id": adapter.name, "object": "model", "deleted": True})(scope, receive, send)
 
 
 async def _unloaded(server: Server, adapter: AdapterRef, *, force: bool) -> bool:

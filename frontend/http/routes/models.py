@@ -1,9 +1,8 @@
 """GET /v1/models: the model under its served names, and its adapters."""
 
 from pathlib import Path
+from typing import Any
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,59 +11,41 @@ from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response
 from quire.frontend.http.serving.server import Server
 
-
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """``root``, ``parent``: an adapter has the name of its folder, and the model that it belongs to.
-
-    ``tasks``: what the model can do, as of ``Capabilities``.
-    """
-
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "quire"
-    max_model_len: int
-    tasks: list[str]
-    root: str | UnsetType = UNSET
-    parent: str | UnsetType | None = UNSET
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    object: str
-    data: list[ModelCard]
+Card = dict[str, Any]
 
 
 async def list_models(server: Server, request: Request) -> Response:
-    return json_response(ModelList("list", await _cards(server)))
+    return json_response({"object": "list", "data": await _cards(server)})
 
 
 async def show_model(server: Server, request: Request) -> Response:
     name = request.path_params["name"]
-    card = next((each for each in await _cards(server) if each.id.rstrip("/") == name), None)
+    card = next((each for each in await _cards(server) if each["id"].rstrip("/") == name), None)
     if card is None:
         raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
     return json_response(card)
 
 
-async def _cards(server: Server) -> list[ModelCard]:
-    settings, context = server.settings, server.engine.max_model_len
-    served, created, tasks = settings.served_model_names, settings.created, settings.capabilities.tasks
-    if settings.adapters is None:
-        return [ModelCard(id=name, created=created, max_model_len=context, tasks=tasks) for name in served]
-    cards = [
-        ModelCard(id=name, created=created, max_model_len=context, tasks=tasks, root=name, parent=None)
-        for name in served
-    ]
-    adapters = [each for each in await settings.adapters.listed() if each.name not in served]
-    return cards + [adapter_card(server, each) for each in adapters]
+async def _cards(server: Server) -> list[Card]:
+    served, adapters = server.settings.served_model_names, server.settings.adapters
+    if adapters is None:
+        return [_card(server, name) for name in served]
+    cards = [_card(server, name) | {"root": name, "parent": None} for name in served]
+    return cards + [adapter_card(server, each) for each in await adapters.listed() if each.name not in served]
 
 
-def adapter_card(server: Server, adapter: NamedAdapter) -> ModelCard:
-    return ModelCard(
-        id=adapter.name,
-        created=adapter.created or server.settings.created,
-        max_model_len=server.engine.max_model_len,
-        tasks=server.capabilities.tasks,
-        root=Path(adapter.path).name,
-        parent=server.settings.served_model_names[0],
-    )
+def _card(server: Server, name: str, created: int = 0) -> Card:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created or server.settings.created,
+        "owned_by": "quire",
+        "max_model_len": server.engine.max_model_len,
+        "tasks": server.capabilities.tasks,
+    }
+
+
+def adapter_card(server: Server, adapter: NamedAdapter) -> Card:
+    """Return the card of an adapter, with the name of its folder, and the model that it belongs to."""
+    parent = server.settings.served_model_names[0]
+    return _card(server, adapter.name, adapter.created) | {"root": Path(adapter.path).name, "parent": parent}

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -21,18 +20,6 @@ from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 
 R = TypeVar("R", bound=CommonRequest)
-
-
-class SessionObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A session as clients see it. ``pieces``: the number of the next piece; ``timeout``: seconds without a piece
-    after which it ends."""
-
-    id: str
-    object: str = "session"
-    status: str
-    pieces: int
-    tokens: int
-    timeout: float
 
 
 async def open_session(server: Server, request: Request) -> Response:
@@ -53,14 +40,17 @@ async def session(server: Server, request: Request) -> Response:
 
 
 def _object(server: Server, session_id: str, found: OpenSession, status: str | None = None) -> Response:
-    shown = SessionObject(
-        id=session_id,
-        status=status or ("busy" if found.is_busy else "idle"),
-        pieces=found.num_pieces,
-        tokens=found.num_tokens,
-        timeout=server.sessions.timeout_s,
+    """Return a session as clients see it: the number of its next piece, and after how many seconds without it ends."""
+    return json_response(
+        {
+            "id": session_id,
+            "object": "session",
+            "status": status or ("busy" if found.is_busy else "idle"),
+            "pieces": found.num_pieces,
+            "tokens": found.num_tokens,
+            "timeout": server.sessions.timeout_s,
+        }
     )
-    return json_response(shown)
 
 
 async def relay_piece(server: Server, request: Request, parsed: CommonRequest, body: bytes) -> ASGIApp | None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,17 +33,6 @@ class TokenizeRequest:
     return_token_strs: bool
 
 
-class Tokenized(msgspec.Struct, frozen=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(msgspec.Struct, frozen=True):
-    prompt: str
-
-
 async def tokenize(server: Server, request: Request) -> Response:
     ignored = _ignored(server, request)
     parsed, body = await read_json(request, server.texts, lambda raw: _parse_tokenize(server.parser, raw, ignored))
@@ -64,7 +52,7 @@ async def detokenize(server: Server, request: Request) -> Response:
     if server.text_in.tokenizer is None:
         raise InvalidRequest(NO_TOKENIZER, "tokens")
     text = await server.texts.run(len(body), lambda: server.text_in.decode(tokens, skip_special_tokens=False))
-    return json_response(Detokenized(text))
+    return json_response({"prompt": text})
 
 
 async def tokenizer_info(server: Server, request: Request) -> Response:
@@ -73,10 +61,7 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
         raise InvalidRequest(NO_TOKENIZER)
     template = server.text_in.template
     info = {"chat_template": None if template is None else template.source}
-    body = msgspec.json.encode(
-        {**server.text_in.tokenizer_info, **info, "model_max_length": server.engine.max_model_len}
-    )
-    return Response(body, media_type="application/json")
+    return json_response({**server.text_in.tokenizer_info, **info, "model_max_length": server.engine.max_model_len})
 
 
 def _ignored(server: Server, request: Request) -> Ignored:
@@ -86,7 +71,7 @@ def _ignored(server: Server, request: Request) -> Ignored:
     return ignored
 
 
-def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
+def _tokenized(server: Server, request: TokenizeRequest) -> dict[str, Any]:
     context = server.engine.max_model_len
     if isinstance(request.prompt, str):
         tokens = server.text_in.encode(
@@ -95,7 +80,7 @@ def _tokenized(server: Server, request: TokenizeRequest) -> Tokenized:
     else:
         tokens = server.text_in.encode_chat(*request.prompt, context)
     strings = [server.token_texts.text(token) for token in tokens] if request.return_token_strs else None
-    return Tokenized(len(tokens), context, tokens, strings)
+    return {"count": len(tokens), "max_model_len": context, "tokens": tokens, "token_strs": strings}
 
 
 def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> TokenizeRequest:

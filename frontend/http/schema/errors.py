@@ -96,30 +96,6 @@ class ErrorDetail(msgspec.Struct, frozen=True):
     code: str | None
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
-    error: ErrorDetail
-
-
-class MessagesErrorDetails(msgspec.Struct, frozen=True):
-    """What the SDK reads, to send a request in another form after an error with a code that it knows."""
-
-    error_code: str
-    unsupported: list[str]
-
-
-class MessagesErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
-    type: str
-    message: str
-    details: MessagesErrorDetails | None = None
-
-
-class MessagesErrorBody(msgspec.Struct, frozen=True):
-    """An error in Anthropic's format."""
-
-    error: MessagesErrorDetail
-    type: str = "error"
-
-
 class ApiError(QuireError):
     """A response with a status other than 2xx, and its error object."""
 
@@ -139,7 +115,7 @@ class ApiError(QuireError):
         return {} if seconds is None else {"retry-after": str(seconds)}
 
     def body(self) -> bytes:
-        return msgspec.json.encode(ErrorBody(self.detail()))
+        return msgspec.json.encode({"error": self.detail()})
 
     def detail(self) -> ErrorDetail:
         """Return the error object, also for the entry of one input among many."""
@@ -151,8 +127,10 @@ class ApiError(QuireError):
     def messages_body(self) -> bytes:
         """Return the body in Anthropic's format."""
         kind = MESSAGES_TYPE_OF_STATUS.get(self.status, "invalid_request_error")
-        details = MessagesErrorDetails(self.code, ["thread"]) if self.code == THREAD_UNSUPPORTED else None
-        return msgspec.json.encode(MessagesErrorBody(MessagesErrorDetail(kind, one_line(self.message), details)))
+        error: dict[str, object] = {"type": kind, "message": one_line(self.message)}
+        if self.code == THREAD_UNSUPPORTED:  # the SDK reads this, to send the request in another form
+            error["details"] = {"error_code": self.code, "unsupported": ["thread"]}
+        return msgspec.json.encode({"error": error, "type": "error"})
 
     def response(self, path: str, headers: dict[str, str] | None = None) -> Response:
         """Return the response to a request for ``path``, in the format of its API."""

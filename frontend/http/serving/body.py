@@ -33,7 +33,7 @@ TOO_MANY_VALUES = (
 T = TypeVar("T")
 
 
-def json_response(body: msgspec.Struct, status: int = 200) -> Response:
+def json_response(body: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
