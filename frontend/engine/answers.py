@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.frontend.engine.engine_client import EngineClient, Sequence, Stoppable, Update
+from quire.frontend.engine.engine_client import EngineClient, Sequence, Update
 from quire.frontend.engine.terms import Terms
 from quire.frontend.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.frontend.text.text_in import TextIn
@@ -106,11 +106,11 @@ class Answer:
 
     __slots__ = (
         "_has_thoughts", "_include_stop_token", "_is_complete", "_new_text_out", "_num_prompt_tokens",
-        "_only_engine_ends", "_prompt_logprobs_due", "_routed", "_sequence", "_text_out",
+        "_only_engine_ends", "_prompt_logprobs_due", "_routed", "_text_out", "sequence",
     )  # fmt: skip
 
-    def __init__(self, sequence: Stoppable, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
-        self._sequence = sequence
+    def __init__(self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
+        self.sequence = sequence
         self._new_text_out = partial(
             TextOut,
             text_in.tokenizer,
@@ -168,10 +168,10 @@ class Answer:
             finish_reason, stop_reason = "stop", out.stop.text
             num_output_tokens = min(out.stop.num_output_tokens, num_output_tokens)
             if update.ended is None:
-                self._sequence.stop_at(num_output_tokens)
+                self.sequence.stop_at(num_output_tokens)
         elif self._is_complete is not None and finish_reason is None and self._is_complete(text):
             finish_reason = "stop"
-            self._sequence.stop_at(num_output_tokens)
+            self.sequence.stop_at(num_output_tokens)
         kept = num_output_tokens - before
         return OutputDelta(  # without names, which would double the time of the call
             text,
@@ -207,7 +207,7 @@ class Answer:
         return rows[: self._num_prompt_tokens + num_output_tokens - 1]
 
     def abort(self) -> None:
-        self._sequence.abort()
+        self.sequence.abort()
 
     def _beam(self, found: Hypothesis) -> BeamOutput:
         reason, out = EndReason(found.reason), self._new_text_out()
@@ -261,14 +261,13 @@ class ForkPoint:
 class StreamedAnswer(Answer):
     """An answer whose deltas are taken as they arrive."""
 
-    __slots__ = ("_prompt_only", "_take", "sequence")
+    __slots__ = ("_prompt_only", "_take")
 
     def __init__(
         self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
     ) -> None:
         """``prompt_only``: the deltas contain nothing of the answer."""
         super().__init__(sequence, text_in, prompt, params)
-        self.sequence = sequence
         self._take = sequence.take
         self._prompt_only = prompt_only
 

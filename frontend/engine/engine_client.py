@@ -63,22 +63,10 @@ class Update(msgspec.Struct, gc=False):
         return "" if is_finite else "numerical_error: the vector is not finite"
 
 
-class Stoppable(Protocol):
-    """One sequence in flight that can be stopped or aborted."""
+class Sequence(Protocol):
+    """One sequence in flight, whose updates are taken."""
 
     request_id: str
-
-    def stop_at(self, num_output_tokens: int) -> None:
-        """End the sequence with this many tokens, because a stop string was found. The caller reads no further."""
-        ...
-
-    def abort(self) -> None:
-        """Abort the sequence. No effect if it has ended."""
-        ...
-
-
-class Sequence(Stoppable, Protocol):
-    """One sequence in flight whose updates are taken."""
 
     @property
     def engines(self) -> str:
@@ -92,6 +80,14 @@ class Sequence(Stoppable, Protocol):
             InvalidRequest: the scheduler refused the request; only before the first update.
             EngineError: the engine has failed.
         """
+        ...
+
+    def stop_at(self, num_output_tokens: int) -> None:
+        """End the sequence with this many tokens, because a stop string was found. The caller reads no further."""
+        ...
+
+    def abort(self) -> None:
+        """Abort the sequence. No effect if it has ended."""
         ...
 
     def calls_tool(self, tool: str) -> None:

@@ -7,7 +7,7 @@ helper process (``template_helper.py``) that limits its time and memory.
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -54,27 +54,6 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
     max_chars: int
-
-
-class Template(Protocol):
-    """A chat template that can render conversations; see ``ChatTemplate.render``.
-
-    ``source``: its text. ``where``: its file.
-    """
-
-    @property
-    def source(self) -> str: ...
-
-    @property
-    def where(self) -> str: ...
-
-    def render(self, conversation: Conversation) -> str: ...
-
-    def prepare(self) -> None:
-        """Prepare for conversations, so that the first one does not wait."""
-
-    def close(self) -> None:
-        """Free the resources of rendering."""
 
 
 def check_template(source: str, where: str) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.frontend.text.chat_template import Template
 from quire.frontend.text.template_helper import TemplateHelper
 from quire.protocol.errors import ConfigError
 
 
-def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Template | None:
+def load_template(folder: Path, config: Mapping[str, Any], source: str) -> TemplateHelper | None:
     """Load the chat template: ``source`` if not empty, else that of files, else that of tokenizer_config.json.
 
     As in transformers, the files are chat_template.jinja, the default, and additional_chat_templates/NAME.jinja; the

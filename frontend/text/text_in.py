@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
-from quire.frontend.text.chat_template import Conversation, Message, RenderedTooLong, Template
+from quire.frontend.text.chat_template import Conversation, Message, RenderedTooLong
 from quire.frontend.text.control_text import (
     MARK_END,
     MARK_START,
@@ -22,6 +22,7 @@ from quire.frontend.text.control_text import (
     with_marks,
 )
 from quire.frontend.text.template_files import load_template, special_variables
+from quire.frontend.text.template_helper import TemplateHelper
 from quire.frontend.text.tokenizer_checks import check_speed, check_token_ids
 from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.model.descriptions import TOKENIZER, TOKENIZER_CONFIG, read_description, why_no_tokenizer
@@ -59,7 +60,7 @@ class TextIn:
     writes, and text of a message that looks like a special token stays plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None = None, template: Template | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None, template: TemplateHelper | None = None) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.response_template: Any = None

@@ -8,7 +8,9 @@ import pytest
 from abuse import MESSAGES, assert_refused, check_error
 from abused_app import AbusedApp
 
-from quire.frontend.http.routes.tool_calls import AnyCalls, CallsAfterReasoning, NamedCall
+from quire.frontend.http.routes.tool_calls import AnyCalls, NamedCall, RequiredCalls
+from quire.frontend.http.schema.tools import ToolUse
+from quire.protocol.request.structured_outputs import StructuredOutputs
 
 
 def tool(**function: Any) -> dict[str, Any]:
@@ -103,12 +105,13 @@ TEXTS = {
 def test_call_parsing_takes_linear_time(case: str, size: int) -> None:
     """50 KB take much less than a second, in parts of any size."""
     text = TEXTS[case]
-    for make in (lambda: CallsAfterReasoning(AnyCalls(), ""), lambda: CallsAfterReasoning(AnyCalls(), "</think>")):
-        parser, num_chars = make(), 0
+    use = ToolUse(None, StructuredOutputs(json_object=True))
+    for end in ("", "</think>"):
+        parser, num_chars = RequiredCalls(use, end), 0
         began = time.process_time()
         for place in range(0, len(text), size):
-            thought, deltas = parser.push(text[place : place + size], last=place + size >= len(text))
-            num_chars += len(thought) + sum(len(delta.arguments) for delta in deltas)
+            events = parser.push(text[place : place + size], last=place + size >= len(text))
+            num_chars += sum(len(getattr(event, "arguments", getattr(event, "text", ""))) for event in events)
         assert time.process_time() - began < 1.0
         assert num_chars <= len(text)
     named = NamedCall("f")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -9,22 +10,22 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.frontend.engine.answers import OutputDelta, PlacedLogprobs
-from quire.frontend.http.routes.completions import LOWEST_LOGPROB, beam_scores, format_prompt_logprobs
+from quire.frontend.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
 from quire.frontend.http.routes.conversation import AnswerReader, PlainAnswer, TokenReader, encode_conversation, tool_of
 from quire.frontend.http.routes.formatter import (
     Collected,
     ExpertsBody,
     ReasoningTokens,
-    ResponseFormatter,
     Usage,
     encode_choices,
     experts_body,
+    scores,
 )
 from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
 from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
-from quire.frontend.http.schema.schema import ChatRequest, CommonRequest
+from quire.frontend.http.schema.schema import ChatRequest
 from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob
@@ -151,11 +152,7 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     if parsed.session is not None and found is not None:
         piece, prompt = as_piece(server, found, parsed.session, prompt, parsed.messages[-1]["role"])
     request_id = new_request_id(server, "chatcmpl-", request)
-
-    def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
-        assert isinstance(parsed, ChatRequest)
-        return ChatFormatter(server, parsed, prompts[0], request_id, new_reader)
-
+    new_formatter = partial(ChatFormatter, server, new_reader)
     formatter = new_formatter(parsed, [prompt], request_id)
     return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter, piece=piece)
 
@@ -172,10 +169,10 @@ class ChatFormatter:
     def __init__(
         self,
         server: Server,
-        request: ChatRequest,
-        prompt: Prompt,
-        request_id: str,
         new_reader: Callable[[], AnswerReader],
+        request: ChatRequest,
+        prompts: Sequence[Prompt],
+        request_id: str,
     ) -> None:
         self.request_id = request_id
         self._created = int(time.time())
@@ -184,7 +181,7 @@ class ChatFormatter:
         self._token_texts = server.token_texts
         self._moe = server.settings.moe
         self._returns_ids = request.returns_token_ids
-        self._prompt_token_ids = prompt.token_ids.tolist() if self._returns_ids else UNSET
+        self._prompt_token_ids = prompts[0].token_ids.tolist() if self._returns_ids else UNSET
         """UNSET if they are not requested, or sent."""
         self._num_prompt_logprobs = request.prompt_logprobs
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
@@ -275,7 +272,7 @@ class ChatFormatter:
         ended = self._reason(index, answer.finish_reason), answer.stop_reason
         experts, ids = experts_body(answer, self._moe), answer.token_ids if self._returns_ids else UNSET
         timeline = answer.timeline or UNSET
-        return ChatChoice(index, message, self._logprobs(answer), *ended, *beam_scores(answer), experts, ids, timeline)
+        return ChatChoice(index, message, self._logprobs(answer), *ended, *scores(answer), experts, ids, timeline)
 
     def _note_calls(self, index: int, events: Sequence[Event]) -> None:
         for event in events:

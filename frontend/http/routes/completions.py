@@ -13,14 +13,14 @@ from quire.frontend.engine.answers import OutputDelta, PlacedLogprobs
 from quire.frontend.http.routes.formatter import (
     Collected,
     ExpertsBody,
-    ResponseFormatter,
     Usage,
     encode_choices,
     experts_body,
+    scores,
 )
 from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
-from quire.frontend.http.schema.schema import CommonRequest, CompletionRequest
+from quire.frontend.http.schema.schema import CompletionRequest
 from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob, logprob_by_id
@@ -89,11 +89,7 @@ async def completions(server: Server, request: Request) -> ASGIApp:
         piece, prompt = as_piece(server, found, parsed.session, next(iter(prompts), None))
         prompts = [prompt]
     request_id = new_request_id(server, "cmpl-", request)
-
-    def new_formatter(parsed: CommonRequest, prompts: Sequence[Prompt], request_id: str) -> ResponseFormatter:
-        assert isinstance(parsed, CompletionRequest)
-        return CompletionFormatter(server, parsed, prompts, request_id)
-
+    new_formatter = partial(CompletionFormatter, server)
     formatter = new_formatter(parsed, prompts, request_id)
     return Generation(server, parsed, prompts, formatter, new_formatter=new_formatter, piece=piece)
 
@@ -162,7 +158,7 @@ class CompletionFormatter:
         ended = answer.finish_reason, answer.stop_reason, prompt_logprobs
         experts, ids = experts_body(answer, self._moe), self._token_ids(index, answer)
         timeline = answer.timeline or UNSET
-        return CompletionChoice(index, text, logprobs, *ended, *beam_scores(answer), experts, *ids, timeline)
+        return CompletionChoice(index, text, logprobs, *ended, *scores(answer), experts, *ids, timeline)
 
     def _token_ids(
         self, index: int, answer: OutputDelta | Collected
@@ -195,12 +191,6 @@ def format_logprobs(placed: Sequence[PlacedLogprobs], texts: TokenTexts, shift: 
 
 def cumulative_logprob(answer: Collected) -> float:
     return sum(placed.logprobs.logprob for placed in answer.logprobs or ())
-
-
-def beam_scores(answer: OutputDelta | Collected) -> tuple[float | UnsetType, float | UnsetType]:
-    """Return score and cumulative log probability of an output of a beam search."""
-    beam = answer.beam if isinstance(answer, Collected) else None
-    return (UNSET, UNSET) if beam is None else (beam.score, beam.logprob)
 
 
 def join_logprobs(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:

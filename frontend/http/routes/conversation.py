@@ -13,7 +13,6 @@ from quire.frontend.sessions.open_session import OpenSession
 from quire.frontend.text.continuation import encode_extended
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped, Content, Event, Thought
 from quire.frontend.text.parsing.choose_format import marker_format
-from quire.frontend.text.parsing.templates import Format
 from quire.frontend.text.parsing.thoughts import Thoughts
 from quire.frontend.text.prompts import Prompt
 
@@ -33,30 +32,13 @@ class PlainAnswer:
         return [Content(text)] if text else []
 
 
-class FreeAnswer:
-    """Reader of an answer in which the model chooses what to write."""
-
-    def __init__(
-        self, form: Format, tools: Mapping[str, Mapping[str, Any]], prefix: str, *, has_only_calls: bool = False
-    ) -> None:
-        self._parser = AnswerParser(form, tools, prefix, has_only_calls=has_only_calls)
-
-    def push(self, text: str, *, last: bool) -> list[Event]:
-        events = self._parser.push(text)
-        return [*events, *self._parser.finish()] if last else events
-
-    @property
-    def has_whole_calls(self) -> bool:
-        return self._parser.has_whole_calls
-
-
 class FirstCall:
     """Reader of an answer that ends with its first call, for clients that allow no parallel calls.
 
     ``is_complete``: the call is whole, or something followed it; the rest of the answer is not read.
     """
 
-    def __init__(self, answer: FreeAnswer) -> None:
+    def __init__(self, answer: AnswerParser) -> None:
         self._answer = answer
         self._index: int | None = None
         self.is_complete = False
@@ -189,9 +171,7 @@ async def _encode(
     find_thoughts = answers.thoughts(prompt.end, with_tools=bool(options.tools))
     prompt = replace(prompt, shown=answers.special_ids, thoughts=find_thoughts)
 
-    def free_answer() -> FreeAnswer:
-        return FreeAnswer(form, tools, prefix, has_only_calls=request.has_only_calls)
-
+    free_answer = partial(AnswerParser, form, tools, prefix, has_only_calls=request.has_only_calls)
     if request.parallel_calls or not tools:
         return prompt, free_answer
 

@@ -96,6 +96,12 @@ class Collected:
         ]
 
 
+def scores(answer: OutputDelta | Collected) -> tuple[float | UnsetType, float | UnsetType]:
+    """Return score and cumulative log probability of an output of a beam search."""
+    beam = answer.beam if isinstance(answer, Collected) else None
+    return (UNSET, UNSET) if beam is None else (beam.score, beam.logprob)
+
+
 def num_prompt_values(params: SamplingParams, prompts: Sequence[Prompt]) -> int:
     """Return the number of prompt log probabilities that a response to these prompts has."""
     if params.prompt_logprobs is None:

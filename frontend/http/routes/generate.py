@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,7 +28,6 @@ from quire.frontend.http.schema.bodies import ForkBody
 from quire.frontend.http.schema.errors import ClientDisconnected, aborted_request, as_api_error, failed_request
 from quire.frontend.http.schema.job_hints import with_session
 from quire.frontend.http.schema.schema import CommonRequest, fork_request
-from quire.frontend.http.serving.access_log import ANSWERED
 from quire.frontend.http.serving.gate import IGNORED_FIELDS, REQUEST_ID
 from quire.frontend.http.serving.metrics import SequenceClock
 from quire.frontend.http.serving.server import Server
@@ -55,7 +55,7 @@ WRITE_BYTES = 1024 * 1024  # Part of a response that is written at once.
 
 # Deltas of one step, with the indices of their sequences.
 Batch = list[tuple[int, OutputDelta]]
-NewFormatter = Callable[[CommonRequest, Sequence[Prompt], str], ResponseFormatter]
+NewFormatter = Callable[[Any, Sequence[Prompt], str], ResponseFormatter]
 
 
 def new_request_id(server: Server, prefix: str, request: Request) -> str:
@@ -123,12 +123,7 @@ class Generation:
                 receive, self._stream(scope, send) if self._request.stream else self._respond(scope, receive, send)
             )
         finally:
-            self._record_span(scope)
-            if (answered := scope["state"].get(ANSWERED)) is not None:
-                usage = self._usage()
-                answered.request_id = self._formatter.request_id
-                answered.prompt_tokens, answered.output_tokens = usage.prompt_tokens, usage.completion_tokens
-                answered.finish, answered.engines = ",".join(self._finished()), engines_of(self._answers)
+            self._note_end(scope)
 
     def fork(self, body: ForkBody, request_id: str) -> "Generation":
         """Return the response to further answers, which begin with the tokens that one of these has so far.
@@ -174,14 +169,12 @@ class Generation:
         is_aborted = bool(self._running) or not self._clocks
         return sorted(self._finish_reasons | ({"abort"} if is_aborted else set()))
 
-    def _record_span(self, scope: Scope) -> None:
-        if (tracer := self._server.settings.tracer) is None:
-            return
-        request, usage = self._request, self._usage()
+    def _note_end(self, scope: Scope) -> None:
+        usage = self._usage()
         span = RequestSpan(
             request_id=self._formatter.request_id,
-            model=request.model,
-            params=request.params,
+            model=self._request.model,
+            params=self._request.params,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
             finish_reasons=self._finished(),
@@ -190,7 +183,7 @@ class Generation:
             clocks=self._clocks,
             engines=engines_of(self._answers),
         )
-        tracer.record(scope["headers"], span)
+        self._server.note_end(scope, span)
 
     def _begin(self) -> None:
         request = self._request

@@ -14,18 +14,6 @@ def new_call_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class RequiredCalls:
-    """Reader of an answer that must be calls, after thoughts that end with the text ``end`` unless it is ""."""
-
-    def __init__(self, use: ToolUse, end: str) -> None:
-        calls = AnyCalls() if use.function is None else NamedCall(use.function)
-        self._calls = CallsAfterReasoning(calls, end)
-
-    def push(self, text: str, *, last: bool) -> list[Event]:
-        reasoning, calls = self._calls.push(text, last=last)
-        return [Thought(reasoning), *calls] if reasoning else [*calls]
-
-
 class NamedCall:
     """Parser of an output that is the arguments of one call."""
 
@@ -37,34 +25,29 @@ class NamedCall:
         return [CallDelta(0, name, text)] if text or name is not None else []
 
 
-class CallsAfterReasoning:
-    """Parser of calls after reasoning: all text before the end marker is reasoning.
+class RequiredCalls:
+    """Reader of an answer that must be calls, after thoughts that end with the text ``end`` unless it is ""."""
 
-    Args:
-        end: the marker's text, or "" if the output starts with its calls.
-    """
-
-    def __init__(self, calls: "NamedCall | AnyCalls", end: str) -> None:
-        self._calls = calls
+    def __init__(self, use: ToolUse, end: str) -> None:
+        self._calls = AnyCalls() if use.function is None else NamedCall(use.function)
         self._end = StopStrings([end]) if end else None
         self._end_length = len(end)
         self._held = ""
         """Text that may be the start of the marker."""
 
-    def push(self, text: str, *, last: bool) -> tuple[str, list[CallDelta]]:
-        """Return the reasoning and the calls that ``text`` adds. ``last``: it ends the output."""
+    def push(self, text: str, *, last: bool) -> list[Event]:
         if self._end is None:
-            return "", self._calls.push(text)
+            return [*self._calls.push(text)]
         found = self._end.find(text)
         before, self._held = self._held, ""
         text = before + text
         if found is None:
             cut = len(text) - (0 if last else self._end.held)
-            self._held = text[cut:]
-            return text[:cut], []
-        end = len(before) + found[1]
-        self._end = None
-        return text[: end - self._end_length], self._calls.push(text[end:])
+            text, self._held = text[:cut], text[cut:]
+            return [Thought(text)] if text else []
+        end, self._end = len(before) + found[1], None
+        reasoning = text[: end - self._end_length]
+        return [*([Thought(reasoning)] if reasoning else []), *self._calls.push(text[end:])]
 
 
 class AnyCalls:

@@ -124,23 +124,11 @@ class Metrics:
         self._success, self._rejections = counters["request_success"], counters["admission_rejections"]
         self._slow_readers = counters["slow_readers"][""]
         self._gauges = [SharedGauge(values, num_counters + i) for i in range(len(GAUGES))]
-        histograms, at = {}, num_counters + len(GAUGES)
+        self.histograms: dict[str, SharedHistogram] = {}
+        at = num_counters + len(GAUGES)
         for name, _, bounds in HISTOGRAMS:
-            histograms[name] = SharedHistogram(values, at, bounds)
+            self.histograms[name] = SharedHistogram(values, at, bounds)
             at += len(bounds) + 2
-        self.time_to_first_token = histograms["time_to_first_token_seconds"]
-        self.inter_token_latency = histograms["inter_token_latency_seconds"]
-        self.e2e_latency = histograms["e2e_request_latency_seconds"]
-        self.queue_time = histograms["request_queue_time_seconds"]
-        self.prefill_time = histograms["request_prefill_time_seconds"]
-        self.decode_time = histograms["request_decode_time_seconds"]
-        self.inference_time = histograms["request_inference_time_seconds"]
-        self.time_per_output_token = histograms["request_time_per_output_token_seconds"]
-        self.prompt_tokens = histograms["request_prompt_tokens"]
-        self.generation_tokens = histograms["request_generation_tokens"]
-        self.computed_tokens = histograms["request_prefill_kv_computed_tokens"]
-        self._params_n = histograms["request_params_n"]
-        self._params_max_tokens = histograms["request_params_max_tokens"]
         self._directory = options.directory
         self._engine = EngineCollector(names, options.cache_config, options.max_loras)
         self._registry = CollectorRegistry()
@@ -154,9 +142,13 @@ class Metrics:
 
     def began(self, params: SamplingParams) -> None:
         """Count a request that is submitted to the engine."""
-        self._params_n.observe(params.n)
+        self.observe("request_params_n", params.n)
         if params.max_tokens is not None:
-            self._params_max_tokens.observe(params.max_tokens)
+            self.observe("request_params_max_tokens", params.max_tokens)
+
+    def observe(self, name: str, value: float) -> None:
+        """``name``: of HISTOGRAMS."""
+        self.histograms[name].observe(value)
 
     def ended(self, reason: str) -> None:
         self._success.get(reason, self._success[OTHER]).inc()
@@ -234,9 +226,9 @@ class SequenceClock:
         if new > 0 and not self.num_tokens:
             self.first_token = now
             self.admitted = min(max(delta.admitted, self._arrival), now)
-            self._metrics.time_to_first_token.observe(now - self._arrival)
+            self._metrics.observe("time_to_first_token_seconds", now - self._arrival)
         elif new > 0:
-            self._metrics.inter_token_latency.observe((now - self.last_token) / new)
+            self._metrics.histograms["inter_token_latency_seconds"].observe((now - self.last_token) / new)
         if new > 0:
             self.last_token = now
             self.num_tokens = num_tokens
@@ -249,17 +241,19 @@ class SequenceClock:
         metrics.ended(reason)
         if reason not in ("stop", "length", "repetition"):
             return
-        metrics.e2e_latency.observe(metrics.now() - self._arrival)
-        metrics.prompt_tokens.observe(self._num_prompt_tokens)
-        metrics.generation_tokens.observe(self.num_tokens)
-        metrics.computed_tokens.observe(max(self._num_prompt_tokens - self.num_cached_tokens, 0))
+        metrics.observe("e2e_request_latency_seconds", metrics.now() - self._arrival)
+        metrics.observe("request_prompt_tokens", self._num_prompt_tokens)
+        metrics.observe("request_generation_tokens", self.num_tokens)
+        metrics.observe("request_prefill_kv_computed_tokens", max(self._num_prompt_tokens - self.num_cached_tokens, 0))
         if self.num_tokens:
-            metrics.queue_time.observe(self.admitted - self._arrival)
-            metrics.prefill_time.observe(self.first_token - self.admitted)
-            metrics.decode_time.observe(self.last_token - self.first_token)
-            metrics.inference_time.observe(self.last_token - self.admitted)
+            metrics.observe("request_queue_time_seconds", self.admitted - self._arrival)
+            metrics.observe("request_prefill_time_seconds", self.first_token - self.admitted)
+            metrics.observe("request_decode_time_seconds", self.last_token - self.first_token)
+            metrics.observe("request_inference_time_seconds", self.last_token - self.admitted)
         if self.num_tokens > 1:
-            metrics.time_per_output_token.observe((self.last_token - self.first_token) / (self.num_tokens - 1))
+            metrics.observe(
+                "request_time_per_output_token_seconds", (self.last_token - self.first_token) / (self.num_tokens - 1)
+            )
 
 
 class _FrontEndCollector(Collector):

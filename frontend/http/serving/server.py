@@ -15,11 +15,12 @@ from quire.frontend.http.schema.bodies import ForkBody
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.schema.unknown_fields import Policy, UnknownFields
+from quire.frontend.http.serving.access_log import ANSWERED
 from quire.frontend.http.serving.gate import TENANT
 from quire.frontend.http.serving.key_queues import KeyQueues, WaitingSequences
 from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.frontend.http.serving.peers import Peers
-from quire.frontend.http.serving.tracing import Tracer
+from quire.frontend.http.serving.tracing import RequestSpan, Tracer
 from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
 from quire.frontend.http.stored.response_store import ResponseStore
 from quire.frontend.ids import new_id
@@ -202,6 +203,15 @@ class Server:
     def enter_queue(self, terms: Terms, num_sequences: int) -> WaitingSequences:
         """As ``KeyQueues.enter``."""
         return self.key_queues.enter(terms.tenant, num_sequences)
+
+    def note_end(self, scope: Scope, ended: RequestSpan) -> None:
+        """Note in the log line of a response what it was, and send its span."""
+        if (answered := scope["state"].get(ANSWERED)) is not None:
+            answered.request_id, answered.engines = ended.request_id, ended.engines
+            answered.prompt_tokens, answered.output_tokens = ended.prompt_tokens, ended.output_tokens
+            answered.finish = ",".join(ended.finish_reasons)
+        if self.settings.tracer is not None:
+            self.settings.tracer.record(scope["headers"], ended)
 
     def log_fields(self, model: str) -> dict[str, Any]:
         """Return what a log line says of the model that a request names: the adapter, if it is one."""

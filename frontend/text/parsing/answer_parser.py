@@ -99,14 +99,12 @@ class AnswerParser:
         self._outside = opens if self._rest.closes is None else [*opens, self._rest.closes]
         self._early = [region.opens_early for region in self._regions if region.opens_early is not None]
 
-    def push(self, text: str) -> list[Event]:
-        return self._read(text, last=False)
-
     def finish(self) -> list[Event]:
         """End the text. A region that is still open ends as if it were closed here."""
-        return self._read("", last=True)
+        return self.push("", last=True)
 
-    def _read(self, text: str, *, last: bool) -> list[Event]:
+    def push(self, text: str, *, last: bool = False) -> list[Event]:
+        """Return what ``text`` adds. ``last``: it ends the answer."""
         events: list[Event] = []
         self._scanner.push(text)
         while True:

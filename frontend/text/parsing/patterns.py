@@ -13,7 +13,7 @@ from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as syntax  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
-MAX_PROGRAM = 2048
+MAX_STEPS = 2048
 """Most instructions of one pattern, after its repetitions are written out."""
 END = "\0end"
 """Where the match ends, if a look-ahead follows."""
@@ -73,16 +73,16 @@ class Pattern:
         return pattern
 
     def _build(self, tree: list[Any], names: Mapping[int, str]) -> None:
-        program = _Program(names)
-        entry = program.sequence(tree, program.add(_Instruction(())), at_end=True)
-        self.tests = [instruction.test for instruction in program.code]
-        self.after = [program.closure(each.then[0]) if each.test is not None else () for each in program.code]
-        self.entry = program.closure(entry)
+        code = _Code(names)
+        entry = code.sequence(tree, code.add(_Instruction(())), at_end=True)
+        self.tests = [instruction.test for instruction in code.steps]
+        self.after = [code.closure(each.then[0]) if each.test is not None else () for each in code.steps]
+        self.entry = code.closure(entry)
         if any(place == 0 for place, _ in self.entry):
             raise PatternError("it matches the empty text")
         self.may_be_empty = any(END in marks for _, marks in self.entry)
         """Whether a match can be empty, before a look-ahead."""
-        self.first = program.first([place for place, _ in self.entry])
+        self.first = code.first([place for place, _ in self.entry])
 
 
 class Search:
@@ -142,19 +142,19 @@ class _Class(dict[str, bool]):
         return found
 
 
-class _Program:
+class _Code:
     """Instructions of one pattern; number 0 is the match."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        self.code: list[_Instruction] = []
+        self.steps: list[_Instruction] = []
         self._sources: dict[int, str] = {}
         self._names = names
 
     def add(self, instruction: _Instruction) -> int:
-        if len(self.code) >= MAX_PROGRAM:
-            raise PatternError(f"it needs more than {MAX_PROGRAM} steps")
-        self.code.append(instruction)
-        return len(self.code) - 1
+        if len(self.steps) >= MAX_STEPS:
+            raise PatternError(f"it needs more than {MAX_STEPS} steps")
+        self.steps.append(instruction)
+        return len(self.steps) - 1
 
     def sequence(self, tree: Sequence[Any], then: int, *, at_end: bool = False) -> int:
         """Add the nodes, which continue at ``then``; return where they begin."""
@@ -196,10 +196,10 @@ class _Program:
 
     def _repeat(self, least: int, most: int, inside: Sequence[Any], then: int, *, greedy: bool) -> int:
         if most is codes.MAXREPEAT:
-            fork = self.add(_Instruction(()))
-            body = self.sequence(inside, fork)
-            self.code[fork] = _Instruction((body, then) if greedy else (then, body))
-            then = fork
+            branch = self.add(_Instruction(()))
+            body = self.sequence(inside, branch)
+            self.steps[branch] = _Instruction((body, then) if greedy else (then, body))
+            then = branch
         else:
             skip = then
             for _ in range(most - least):
@@ -219,7 +219,7 @@ class _Program:
             if at in seen:
                 continue
             seen.add(at)
-            instruction = self.code[at]
+            instruction = self.steps[at]
             if at == 0 or instruction.test is not None:
                 found[at] = marks
                 continue

@@ -13,7 +13,6 @@ from quire.frontend.http.routes.formatter import CachedTokens
 from quire.frontend.http.routes.generate import WRITE_BYTES, new_request_id
 from quire.frontend.http.routes.pooling.run import Batch, Outcome, PooledRun
 from quire.frontend.http.schema.pooling_requests import PooledRequest
-from quire.frontend.http.serving.access_log import ANSWERED
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import run_until_disconnect
@@ -95,10 +94,18 @@ class PooledResponse:
             self._server.metrics.rejected(refused.code)
             raise
         finally:
-            self._record_span(scope)
-            if (answered := scope["state"].get(ANSWERED)) is not None:
-                answered.request_id, answered.finish = request_id, self._finish
-                answered.prompt_tokens = self._run.num_prompt_tokens
+            span = RequestSpan(
+                request_id=request_id,
+                model=request.model,
+                params=SamplingParams(),
+                prompt_tokens=self._run.num_prompt_tokens,
+                output_tokens=0,
+                finish_reasons=[self._finish],
+                arrival=self._arrival,
+                end=self._server.metrics.now(),
+                clocks=self._run.clocks,
+            )
+            self._server.note_end(scope, span)
 
     async def _respond(self, send: Send) -> None:
         writer = _PooledWriter(send, self._entries.answer.id)
@@ -124,22 +131,6 @@ class PooledResponse:
                 has_any = True
                 await writer.write(part)
         return has_any
-
-    def _record_span(self, scope: Scope) -> None:
-        if (tracer := self._server.settings.tracer) is None:
-            return
-        span = RequestSpan(
-            request_id=self._entries.answer.id,
-            model=self._request.model,
-            params=SamplingParams(),
-            prompt_tokens=self._run.num_prompt_tokens,
-            output_tokens=0,
-            finish_reasons=[self._finish],
-            arrival=self._arrival,
-            end=self._server.metrics.now(),
-            clocks=self._run.clocks,
-        )
-        tracer.record(scope["headers"], span)
 
 
 class _PooledWriter:
