@@ -4,16 +4,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
-from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Channel, Frames, Received
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.link_messages import Heartbeat
-from quire.protocol.wire.transfer_messages import DiskPages, HostPages, MoveBlocks
 from quire.protocol.wire.worker_handshake import Superseded, WorkerCommands, request_configuration, wait_for_message
 from quire.protocol.wire.worker_messages import (
     Configure,
@@ -25,15 +24,14 @@ from quire.protocol.wire.worker_messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.device.step_watcher import StepWatcher
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.pending_result import PendingResult
 from quire.worker_proc.parallel.group import TensorParallel
+from quire.worker_proc.side_work import SideWork
 from quire.worker_proc.startup.loaded_files import name_loaded_files
-from quire.worker_proc.startup.setup import make_runner
-from quire.worker_proc.transfers.make import Mover, make_mover
+from quire.worker_proc.startup.setup import make_runner, make_side_work
 
 JoinGroup = Callable[[EngineConfig], TensorParallel]
 DIGEST_BYTES = 8
@@ -63,8 +61,8 @@ class WorkerLoop:
         self._loaded: _Loaded | None = None
         self._unread: Received | None = None
         self._watcher = StepWatcher()
-        self._mover: Mover | None = None
-        self._adapters: AdapterLoader | None = None
+        self._side: list[SideWork] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {}
 
     def serve(self, channel: Channel, rank: int, join: JoinGroup, remote: str = "") -> None:
         """Serve a scheduler until it sends Shutdown or the supervisor sends another command.
@@ -87,10 +85,8 @@ class WorkerLoop:
             # Before Ready is sent: the first step may arrive at once, and rows of the previous scheduler would collide
             # with its handles.
             loaded.runner.begin_worker_epoch(configure.last_step)
-            if self._mover is not None:
-                self._mover.begin_worker_epoch()
-            if self._adapters is not None:
-                self._adapters.begin_worker_epoch()
+            for each in self._side:
+                each.begin_worker_epoch()
             channel.send(loaded.ready)
             self._steps(loaded.runner, loaded.group)
         except Superseded:
@@ -107,9 +103,8 @@ class WorkerLoop:
             self._loaded.group.close()
 
     def _close_threads(self) -> None:
-        for each in (self._mover, self._adapters):
-            if each is not None:
-                each.close()
+        for each in self._side:
+            each.close()
 
     def _load(self, configure: Configure, join: JoinGroup) -> _Loaded:
         """Load the model unless it is already loaded."""
@@ -127,11 +122,9 @@ class WorkerLoop:
             name_files = name_loaded_files(config)
             runner, ready = make_runner(config, configure.kv_layout, group=group, progress=self._progress, say=say)
             ready = msgspec.structs.replace(ready, files=name_files())
-            if config.cpu_offload_bytes or config.ssd_cache_bytes:
-                self._mover = make_mover(runner, group, config, self._watcher.wake)
-                ready = msgspec.structs.replace(ready, page_bytes=self._mover.page_bytes)
-            if runner.adapters is not None:
-                self._adapters = AdapterLoader(runner.adapters, config.model, self._watcher.wake)
+            self._side, page_bytes = make_side_work(runner, group, config, self._watcher.wake)
+            self._handlers = {kind: handle for each in self._side for kind, handle in each.handlers.items()}
+            ready = msgspec.structs.replace(ready, page_bytes=page_bytes)
             self._loaded = _Loaded(configure, runner, ready, group)
         # The model was built for another configuration. Loading it again in this process would need the memory twice; a
         # new process starts clean.
@@ -196,34 +189,22 @@ class WorkerLoop:
     def _take(self) -> Received | None:
         """Return the next message of a step, or None after a wait without one.
 
-        The wait ends when a watched step, a transfer or a load of an adapter has ended, or after a second. Messages
-        about transfers and adapters are handled here, so that they may also arrive while a step waits for its sample
-        inputs.
+        The wait ends when a watched step or work beside the steps has ended, or after a second. Messages about that
+        work are handled here, so that they may also arrive while a step waits for its sample inputs.
         """
-        mover, adapters = self._mover, self._adapters
-        for each in (mover, adapters):
-            for answer in () if each is None else each.take_answers():
+        for each in self._side:
+            for answer in each.take_answers():
                 self._channel.send(answer)
         received, self._unread = self._unread, None
         if received is None:
             received = wait_for_message(self._channel, self._commands, self._watcher.fired)
-        match received.message if received else None:
-            case Heartbeat():
-                return None
-            case HostPages() as pages if mover is not None:
-                mover.map(pages)
-                return None
-            case DiskPages() as pages if mover is not None:
-                mover.open(pages)
-                return None
-            case MoveBlocks() as move if mover is not None:
-                mover.submit(move)
-                return None
-            case LoadAdapter() as load if adapters is not None:
-                adapters.submit(load)
-                return None
-            case _:
-                return received
+        if received is None or isinstance(received.message, Heartbeat):
+            return None
+        handle = self._handlers.get(type(received.message))
+        if handle is None:
+            return received
+        handle(received.message)
+        return None
 
 
 class _Results:

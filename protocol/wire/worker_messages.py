@@ -55,6 +55,10 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
     adapter: int = 0
     pooling: PoolingParams | None = None
 
+    @property
+    def samples(self) -> bool:
+        return self.pooling is None
+
 
 class SchedulerOutput(Message, frozen=True, tag=31):
     """One step, as a diff. An active request that it does not mention computes one token.

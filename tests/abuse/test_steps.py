@@ -385,7 +385,7 @@ def test_steady_step_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a steady step is checked")
 
     looked: Callable[..., None] = unwanted
-    monkeypatch.setattr("quire.worker_proc.batch.diff_check._After", looked)
+    monkeypatch.setattr("quire.worker_proc.batch.diff_check.After", looked)
     held.run(SchedulerOutput(4))
 
 

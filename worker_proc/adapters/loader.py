@@ -1,7 +1,7 @@
 """Loads adapters from their folders into slots, in a thread beside the steps."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -38,6 +38,10 @@ class AdapterLoader:
         self._epoch = 0
         self._held: dict[int, PackedAdapter] = {}
         self._answers: list[AdapterLoaded] = []
+
+    @property
+    def handlers(self) -> Mapping[type, Callable[[LoadAdapter], None]]:
+        return {LoadAdapter: self.submit}
 
     def begin_worker_epoch(self) -> None:
         """Drop all adapters, and the loads that the previous scheduler has sent."""

@@ -7,8 +7,8 @@ import torch
 from quire.kernels.lora.lora import NO_SLOT
 from quire.protocol.model.adapter_config import AdapterError
 from quire.worker_proc.adapters.packed import PackedAdapter
+from quire.worker_proc.adapters.rows import RowAdapters
 from quire.worker_proc.adapters.sites import AdapterSites
-from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
 from quire.worker_proc.device.transfer import Transfer
 
 
@@ -19,13 +19,13 @@ class SlotMemory:
     of the highest rank that changes every projection but those of experts, or for what takes as much.
 
     Attributes:
-        slot_of: slot of each adapter that steps may use, by its number; changed in place.
+        slot_of: as of the rows.
     """
 
-    def __init__(self, sites: AdapterSites, transfer: Transfer) -> None:
+    def __init__(self, sites: AdapterSites, transfer: Transfer, rows: RowAdapters) -> None:
         self.sites = sites
-        self._transfer = transfer
-        self.slot_of: dict[int, int] = {}
+        self._transfer, self._rows = transfer, rows
+        self.slot_of = rows.slot_of
         self._memory: torch.Tensor | None = None
         if sites.device.type == "cuda":
             shape = (sites.num_slots, sites.slot_bytes)
@@ -70,14 +70,14 @@ class SlotMemory:
         """Refuse steps that use any adapter."""
         self.slot_of.clear()
 
-    def begin_step(self, batch: InputBatch, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int32] | int) -> None:
+    def begin_step(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int32] | int) -> None:
         """Set the slots of a step's tokens, ``counts`` tokens of each of ``rows``, with the step's one copy.
 
         Raises:
             StepRefused: the adapter of a row is in no slot. ``DiffCheck`` finds that first, unless a load has taken the
                 slot since the row's last change.
         """
-        numbers = batch.adapter[rows]
+        numbers = self._rows.numbers[rows]
         if not numbers.any():
             self.sites.begin_step(None)
             return
@@ -85,9 +85,7 @@ class SlotMemory:
         used, index = np.unique(numbers, return_inverse=True)
         found = {0: NO_SLOT, **self.slot_of}
         for number in used.tolist():
-            if number not in found:
-                handle = int(batch.handles[rows[numbers == number][0]])
-                raise StepRefused(f"handle {handle} uses adapter {number}, which is in no slot")
+            self._rows.require_slot(int(rows[numbers == number][0]))
         slots = np.array([found[number] for number in used.tolist()], np.int32)[index]
         self.sites.begin_step(slots)
         of_tokens, sorted_rows = np.repeat(slots, counts), self.sites.rows

@@ -4,8 +4,9 @@ Only the changes in the diff are checked, so a step without changes costs nothin
 block for a row whose last block is full; ``BlockTable.slots`` finds that before the step runs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,30 +17,28 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.batch.block_table import BlockTable, Ints
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
-from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
-from quire.worker_proc.batch.pooling_check import require_pooling
+from quire.worker_proc.batch.input_batch import InputBatch, StepRefused, ValueOf
 
 NOTHING: Int32 = np.zeros(0, np.int32)
 MAX_HANDLE = 2**31 - 1
+
+
+class RowCheck(Protocol):
+    """What one capability checks of a diff."""
+
+    def require(self, step: SchedulerOutput, after: "After") -> None:
+        """Raise StepRefused if the worker cannot compute the step."""
+        ...
 
 
 class DiffCheck:
     """Checks diffs against the batch and its block tables. Changes neither."""
 
     def __init__(
-        self,
-        batch: InputBatch,
-        tables: MultiGroupBlockTable,
-        config: EngineConfig,
-        slot_of: Mapping[int, int],
+        self, batch: InputBatch, tables: MultiGroupBlockTable, config: EngineConfig, checks: Sequence[RowCheck]
     ) -> None:
-        """
-        Args:
-            slot_of: slot of each LoRA adapter that steps may use, by its number.
-        """
-        self._batch, self._tables, self._slot_of = batch, tables, slot_of
-        self._model, self._vocab_size = config.model, config.model.vocab_size
-        self._max_tokens = config.max_num_batched_tokens
+        self._batch, self._tables, self._checks = batch, tables, checks
+        self._vocab_size, self._max_tokens = config.model.vocab_size, config.max_num_batched_tokens
 
     def require(self, step: SchedulerOutput) -> None:
         """Check the step's diff.
@@ -53,9 +52,9 @@ class DiffCheck:
         if _only_appends(step):
             self._require_appends(step)
             return
-        after = _After(self._batch, step, self._max_tokens)
-        require_pooling(step, self._batch, self._model)
-        self._require_adapters(after)
+        after = After(self._batch, step, self._max_tokens)
+        for check in self._checks:
+            check.require(step, after)
         self._require_chosen(step)
         self._require_new(step)
         self._require_blocks(step, after)
@@ -105,13 +104,6 @@ class DiffCheck:
     def _outside(self, token_id: int) -> str:
         return f"has id {token_id}, which is outside the vocabulary of {self._vocab_size} tokens"
 
-    def _require_adapters(self, after: "_After") -> None:
-        """Check that the adapter of each row that runs is in a slot."""
-        numbers = np.where((after.lengths > 0) | after.is_forked, after.adapter, 0)
-        for row in np.flatnonzero(numbers).tolist():
-            if int(numbers[row]) not in self._slot_of:
-                raise StepRefused(f"handle {after.handle(row)} uses adapter {numbers[row]}, which is in no slot")
-
     def _require_chosen(self, step: SchedulerOutput) -> None:
         """Check that each row with a chosen token stays, and that its last token was sampled and is not computed."""
         for handle, token in _once(step.chosen):
@@ -124,7 +116,7 @@ class DiffCheck:
             if not 0 <= token < self._vocab_size:
                 raise StepRefused(f"handle {handle}: the chosen token {self._outside(token)}")
 
-    def _require_blocks(self, step: SchedulerOutput, after: "_After") -> None:
+    def _require_blocks(self, step: SchedulerOutput, after: "After") -> None:
         """Check that every position to compute has a block that no other row writes or reads."""
         given = _split(step.new_requests, step.block_ids, len(self._tables.tables))
         rows, groups, ids = _appended(step, after.row)
@@ -150,7 +142,7 @@ class DiffCheck:
         self._tables.require_free(np.concatenate(claimed), after.leaving)
 
 
-class _After:
+class After:
     """The rows after the diff: the present rows at their indices, followed by the new requests.
 
     Attributes:
@@ -159,7 +151,6 @@ class _After:
         lengths: int64: maximum number of tokens that each row computes; 0 for removed and parked rows.
         computed: int64: number of computed positions of each row before the step.
         is_forked: whether each row samples from the logits of another row.
-        adapter: number of each row's LoRA adapter, or 0.
     """
 
     def __init__(self, batch: InputBatch, step: SchedulerOutput, max_tokens: int) -> None:
@@ -172,12 +163,9 @@ class _After:
             raise StepRefused(f"duplicate handle {_duplicate(step.removed)} among the removed requests")
         self._removed = set(step.removed)
         self._require_rows(step)
-        held, new = slice(0, self.num_held), step.new_requests
-        self.computed = np.concatenate((batch.num_computed[held], [n.num_computed_tokens for n in new])).astype(
-            np.int64
-        )
-        self._known = np.concatenate((batch.num_known[held], [n.num_tokens for n in new])).astype(np.int64)
-        self.adapter = np.concatenate((batch.adapter[held], [n.adapter for n in new])).astype(np.int64)
+        self._added = step.new_requests
+        self.computed = self.column(batch.num_computed, lambda new: new.num_computed_tokens)
+        self._known = self.column(batch.num_known, lambda new: new.num_tokens)
         self.is_forked = np.zeros(len(self.computed), np.bool_)
         self.is_forked[[self.row(handle) for handle in self._forks]] = True
         self.lengths = self._lengths(step)
@@ -186,6 +174,10 @@ class _After:
             raise StepRefused(f"step {step.step} without running requests")
         if int(self.lengths.sum()) > max_tokens:
             raise StepRefused(f"step of {int(self.lengths.sum())} tokens exceeds the maximum of {max_tokens}")
+
+    def column(self, held: npt.NDArray[Any], of: ValueOf) -> npt.NDArray[np.int64]:
+        """Return a column of the batch after the diff. ``of``: its value for a new request."""
+        return np.concatenate((held[: self.num_held], [of(new) for new in self._added])).astype(np.int64)
 
     def row(self, handle: int) -> int:
         """Return the row of ``handle`` after the diff. Raise StepRefused if the handle is unknown or removed."""
@@ -273,11 +265,6 @@ class _After:
             if row < self.num_held or self.computed[row] != self._known[row]:
                 raise StepRefused(f"handle {handle} is forked, but is not new or has tokens to compute")
             end = self.computed[of] + self.lengths[of]
-            if self.adapter[row] != self.adapter[of]:
-                raise StepRefused(
-                    f"handle {handle} with adapter {self.adapter[row]} cannot be forked from handle {parent} with "
-                    f"adapter {self.adapter[of]}"
-                )
             if not self.lengths[of] or end != self._known[of] or end != self._known[row]:
                 raise StepRefused(
                     f"handle {handle} with {self._known[row]} tokens cannot be forked from handle {parent}, which has "

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.request.logits_processors import AddedRequest, MoveDirectionality, MovedRequest
-from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData
@@ -80,29 +79,8 @@ class OutputLists:
         self.set_row(row, None)
 
 
-class PoolingRows:
-    """Parameters of the rows that are pooled; None for the other rows.
-
-    Attributes:
-        is_pooled: bool ``[max_rows]``.
-        count: number of such rows.
-    """
-
-    def __init__(self, max_rows: int) -> None:
-        self.data: list[PoolingParams | None] = [None] * max_rows
-        self.is_pooled = np.zeros(max_rows, np.bool_)
-        self.count = 0
-
-    def set_row(self, row: int, params: PoolingParams | None) -> None:
-        self.count += (params is not None) - (self.data[row] is not None)
-        self.data[row] = params
-        self.is_pooled[row] = params is not None
-
-    def move_row(self, source: int, target: int) -> None:
-        self.set_row(target, self.data[source])
-
-    def clear_row(self, row: int) -> None:
-        self.set_row(row, None)
+ValueOf = Callable[[NewRequestData], Any]
+"""The value of a column for a new request."""
 
 
 class StepRefused(Exception):
@@ -117,11 +95,10 @@ class InputBatch:
         num_known: number of known tokens: those from the diff and the sampled ones.
         num_prompt: number of prompt tokens.
         active: false for parked rows; an active row computes one token per step unless the diff has another count.
+        samples: false for rows that end with their prompt.
         serial: number of the addition that filled the row, from 1; never reused.
         seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
         searches: true for the beams of a search, whose log probabilities are those after logits processors.
-        adapter: number of the row's LoRA adapter; 0 for none.
-        num_routed: number of positions whose experts were reported; -1: the request does not ask for them.
 
     Attributes:
         generation: number of steps in which requests were added or removed.
@@ -145,34 +122,48 @@ class InputBatch:
         self.register(self.tokens)
         self.outputs = OutputLists(max_rows)
         self.register(self.outputs)
-        self.pooling = PoolingRows(max_rows)
-        self.register(self.pooling)
-        self.handles = self._column(np.int32)
-        self.num_computed = self._column(np.int32)
-        self.num_known = self._column(np.int32)
-        self.num_prompt = self._column(np.int32)
-        self.active = self._column(np.bool_)
-        self.serial = self._column(np.int64)
+        self._of_request: list[tuple[npt.NDArray[Any], ValueOf]] = []
+        column = self.column
+        self.handles = column(np.int32, lambda new: new.handle)
+        self.num_computed = column(np.int32, lambda new: new.num_computed_tokens)
+        self.num_known = column(np.int32, lambda new: new.num_tokens)
+        self.num_prompt = column(np.int32, lambda new: new.num_prompt_tokens)
+        self.active = column(np.bool_, lambda new: True)
+        self.samples = column(np.bool_, lambda new: new.samples)
+        self.serial = column(np.int64, self._next_serial)
         self._num_added = 0
-        self.seed = self._column(np.uint64)
-        self.temperature = self._column(np.float32)
-        self.top_k = self._column(np.int32)
-        self.top_p = self._column(np.float32)
-        self.min_p = self._column(np.float32)
-        self.num_logprobs = self._column(np.int32, -1)
-        self.searches = self._column(np.bool_)
-        self.num_prompt_logprobs = self._column(np.int32, -1)
-        self.adapter = self._column(np.int32)
-        self.num_routed = self._column(np.int32, -1)
+        self.seed = column(np.uint64, lambda new: new.seed)
+        # Beams are chosen by the scheduler from log probabilities; what is sampled for them is ignored, and greedy is
+        # the cheapest.
+        self.temperature = column(
+            np.float32, lambda new: 0.0 if new.sampling.use_beam_search else new.sampling.temperature
+        )
+        self.top_k = column(np.int32, lambda new: max(new.sampling.top_k, 0))
+        self.top_p = column(np.float32, lambda new: new.sampling.top_p)
+        self.min_p = column(np.float32, lambda new: new.sampling.min_p)
+        self.num_logprobs = column(np.int32, lambda new: _count(new.sampling.num_candidates), -1)
+        self.searches = column(np.bool_, lambda new: new.sampling.use_beam_search)
+        self.num_prompt_logprobs = column(np.int32, lambda new: _count(new.sampling.prompt_logprobs), -1)
 
     def register(self, store: RowStore) -> None:
         """Apply every future move and clearing of rows to ``store`` too."""
         self._stores.append(store)
 
-    def _column(self, dtype: npt.DTypeLike, empty: Any = 0) -> npt.NDArray[Any]:
+    def column(self, dtype: npt.DTypeLike, of: ValueOf, empty: Any = 0) -> npt.NDArray[Any]:
+        """Return a new column ``[max_rows]``, whose value for a new request is ``of(request)``.
+
+        Args:
+            empty: value of a row without a request.
+        """
         column = RowColumn(np.full(self.max_rows, empty, dtype), empty)
         self.register(column)
+        self._of_request.append((column.data, of))
         return column.data  # type: ignore[no-any-return]
+
+    def _next_serial(self, new: NewRequestData) -> int:
+        """Number the addition: a handle may be used again by a later request, and the number tells the two apart."""
+        self._num_added += 1
+        return self._num_added
 
     def row(self, handle: int) -> int:
         """Return the row of ``handle``, which the batch has: ``DiffCheck`` has looked up every handle of the step."""
@@ -222,29 +213,9 @@ class InputBatch:
             assert tokens is not None and request.handle not in self.row_of
             self.tokens.set_row(row, tokens[start : start + request.num_tokens])
             start += request.num_tokens
-            sampling = request.sampling
             self.row_of[request.handle] = row
-            self.handles[row] = request.handle
-            self.num_computed[row] = request.num_computed_tokens
-            self.num_known[row] = request.num_tokens
-            self.active[row] = True
-            self.seed[row] = request.seed
-            # Beams are chosen by the scheduler from log probabilities; what is sampled for them is ignored, and greedy
-            # is the cheapest.
-            self.temperature[row] = 0.0 if sampling.use_beam_search else sampling.temperature
-            self.top_k[row] = max(sampling.top_k, 0)
-            self.top_p[row] = sampling.top_p
-            self.min_p[row] = sampling.min_p
-            self.num_prompt[row] = request.num_prompt_tokens
-            # A handle may be used again by a later request; the serial number tells state of the two apart.
-            self._num_added += 1
-            self.serial[row] = self._num_added
-            self.num_logprobs[row] = -1 if (wanted := sampling.num_candidates) is None else wanted
-            self.searches[row] = sampling.use_beam_search
-            self.num_prompt_logprobs[row] = -1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs
-            self.adapter[row] = request.adapter
-            self.num_routed[row] = 0 if sampling.return_routed_experts else -1
-            self.pooling.set_row(row, request.pooling)
+            for column, of in self._of_request:
+                column[row] = of(request)
             self._record_addition(row, request)
 
     def _record_addition(self, row: int, request: NewRequestData) -> None:
@@ -286,5 +257,8 @@ class InputBatch:
             known = self.tokens.data[row, self.num_prompt[row] : self.tokens.length[row]]
             assert output is None or output == known.tolist(), f"wrong output list of handle {handle}"
         assert self.outputs.num_kept == sum(output is not None for output in self.outputs.data)
-        assert self.pooling.count == int(self.pooling.is_pooled[: self.num_rows].sum())
         assert not self.active[self.num_rows :].any(), "an empty row is active"
+
+
+def _count(wanted: int | None) -> int:
+    return -1 if wanted is None else wanted

@@ -20,8 +20,9 @@ class StepInputs:
         query_lens: int32 ``[num_rows]``: number of tokens that the step computes of each row.
         seq_lens: int32 ``[num_rows]``: number of computed tokens of each row after the step.
         token_rows, positions: int64 ``[num_tokens]``: row and position of each token.
-        sampling: indices into ``rows`` of the rows that reach their last known position and sample, which pooled rows
-            do not, in the order of ``sampled_rows``; a row from which others are forked occurs once for each of them.
+        sampling: indices into ``rows`` of the rows that reach their last known position and sample
+            (``InputBatch.samples``), in the order of ``sampled_rows``; a row from which others are forked occurs once
+            for each of them.
         sampled_rows: int64: the row that each of ``sampling`` samples for, ascending.
         drafts: the draft tokens of each row of ``sampling``, which are its last tokens; None if the step has none.
     """
@@ -98,10 +99,7 @@ def prepare_inputs(
     token_rows = np.repeat(rows, query_lens)
     offsets = np.arange(len(token_rows)) - np.repeat(starts, query_lens)
     positions = np.repeat(computed, query_lens).astype(np.int64) + offsets
-    samples = seq_lens == known_or_draft
-    if batch.pooling.count:
-        samples &= ~batch.pooling.is_pooled[rows]
-    sampling = np.flatnonzero(samples)
+    sampling = np.flatnonzero((seq_lens == known_or_draft) & batch.samples[rows])
     sampled_rows = rows[sampling]
     if step.forks:
         forked, parents = np.array([[batch.row(handle) for handle in pair] for pair in step.forks], np.int64).T

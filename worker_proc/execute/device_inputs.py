@@ -1,8 +1,9 @@
 """Inputs of the model on the device, for steps on the general path."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.batch.input_batch import InputBatch
+from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.shared_prefixes import SharedPrefixes
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
@@ -48,13 +50,15 @@ class InputSender:
         shapes: Sequence[tuple[AttentionShape, ...]],
         last_sampled: torch.Tensor,
         transfer: Transfer,
+        fields_of: Callable[[Ints], Mapping[str, Any]],
     ) -> None:
         """
         Args:
             shapes: the shapes of each group's layers.
+            fields_of: fields of ``StepBatch`` that the requests of rows decide, for a model without groups.
         """
         self._batch, self._tables, self._groups, self._shapes = batch, tables, groups, shapes
-        self._last_sampled, self._transfer = last_sampled, transfer
+        self._last_sampled, self._transfer, self._fields_of = last_sampled, transfer, fields_of
         # Only full attention groups: a window may have passed the prefix.
         self._prefixes = [
             None if group.sliding_window else SharedPrefixes(tables, index) for index, group in enumerate(groups)
@@ -105,7 +109,6 @@ class InputSender:
         return DeviceInputs(token_ids, positions, batches, None if samples_all else index, own_rows)
 
     def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:
-        params = [self._batch.pooling.data[row] for row in inputs.rows.tolist()]
         return StepBatch(
             query_start_loc=starts,
             seq_lens=lens,
@@ -114,9 +117,8 @@ class InputSender:
             query_lens_cpu=inputs.query_lens,
             seq_lens_cpu=inputs.seq_lens,
             block_size=1,
-            second_texts=np.array([0 if own is None else own.second_text for own in params], np.int32),
-            every_token=any(own is None or own.task == "token_embed" for own in params),
             send=self._transfer,
+            **self._fields_of(inputs.rows),
         )
 
     def _slots(

@@ -11,6 +11,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs, SchedulerOutput
+from quire.worker_proc.adapters.rows import RowAdapters
 from quire.worker_proc.adapters.sites import AdapterSites
 from quire.worker_proc.adapters.slots import SlotMemory
 from quire.worker_proc.attention.backend import AttentionBackend
@@ -42,6 +43,7 @@ from quire.worker_proc.execute.steady_decode import SteadyLauncher
 from quire.worker_proc.execute.step_extras import NO_EXTRAS, ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
 from quire.worker_proc.models.model import Model
+from quire.worker_proc.pooling.check import PoolingCheck
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.sampler import SampledTokens, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
@@ -87,9 +89,10 @@ class ModelRunner:
             self._transfer,
         )
         self.batch.register(self.tables)
-        sites = model.build.additions
-        self.adapters = SlotMemory(sites, self._transfer) if isinstance(sites, AdapterSites) else None
-        self._diffs = DiffCheck(self.batch, self.tables, config, self.adapters.slot_of if self.adapters else {})
+        sites, row_adapters = model.build.additions, RowAdapters(self.batch)
+        self.adapters = SlotMemory(sites, self._transfer, row_adapters) if isinstance(sites, AdapterSites) else None
+        checks = PoolingCheck(self.batch, config.model), row_adapters
+        self._diffs = DiffCheck(self.batch, self.tables, config, checks)
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
         self.batch.register(RowColumn(self.last_sampled))
@@ -113,7 +116,15 @@ class ModelRunner:
         self.forward = Forward.of(model, backend, self.tables, layout.groups, caches, self._experts)
         self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
         shapes = self.forward.shapes()
-        self._inputs = InputSender(self.batch, self.tables, layout.groups, shapes, self.last_sampled, self._transfer)
+        self._inputs = InputSender(
+            self.batch,
+            self.tables,
+            layout.groups,
+            shapes,
+            self.last_sampled,
+            self._transfer,
+            self._extras.batch_fields,
+        )
         self.steady = None
         if not backend.needs_host_lengths and config.model.generates:
             self.steady = SteadyLauncher.make(
@@ -219,7 +230,7 @@ class ModelRunner:
             proposals = self._proposer.propose(wanted)
         inputs = prepare_inputs(self.batch, step, proposals)
         if self.adapters is not None:
-            self.adapters.begin_step(self.batch, inputs.rows, inputs.query_lens)
+            self.adapters.begin_step(inputs.rows, inputs.query_lens)
         if self.steady is not None and self.steady.graphs.takes(inputs):
             return self._launch_verify(step, began, inputs)
         sent, positions = self._inputs.of(inputs), inputs.sampled
@@ -237,7 +248,7 @@ class ModelRunner:
         if not sampling:
             self._prepare_sampling(positions)
         if self.adapters is not None:
-            self.adapters.begin_step(self.batch, positions.rows, 1)
+            self.adapters.begin_step(positions.rows, 1)
         extras = self._extras.of_decode(None)
         self._transfer.send()
         output = self.steady.launch(sampling=sampling)

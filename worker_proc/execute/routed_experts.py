@@ -27,7 +27,7 @@ TOO_MANY_EXPERTS = (
 )
 
 NOT_ASKED = -1
-"""Value of ``InputBatch.num_routed`` of a row that does not ask for its experts."""
+"""Number of reported positions of a row that does not ask for its experts."""
 
 
 def group_of_experts(layout: KVLayout) -> int:
@@ -48,6 +48,7 @@ class RoutedRows:
 
     Attributes:
         batch: the rows.
+        reported: ``RoutedExpertTable``'s column of reported positions.
         table: ``RoutedExpertTable.values``.
         rows: int64 ``[n]``: the rows that report.
         handles: their requests.
@@ -60,6 +61,7 @@ class RoutedRows:
     """
 
     batch: InputBatch
+    reported: npt.NDArray[np.int32]
     table: torch.Tensor
     rows: Ints
     handles: list[int]
@@ -77,7 +79,7 @@ class RoutedRows:
         """Move each row's mark of reported positions up to what it has computed. The rows must have advanced."""
         begins = self.ends - self.counts
         computed = self.batch.num_computed[self.rows]
-        self.batch.num_routed[self.rows] = computed
+        self.reported[self.rows] = computed
         self.counts = computed - self.starts
         self.ends = begins + self.counts
 
@@ -112,6 +114,9 @@ class RoutedExpertTable:
         device: torch.device,
     ) -> None:
         self._routes, self._batch, self._transfer = routes, batch, transfer
+        self._reported = batch.column(
+            np.int32, lambda new: 0 if new.sampling.return_routed_experts else NOT_ASKED, NOT_ASKED
+        )
         self.group = group_of_experts(layout)
         self._blocks = tables[self.group]
         num_slots = num_blocks * layout.groups[self.group].block_size
@@ -149,11 +154,11 @@ class RoutedExpertTable:
 
     def _rows(self, rows: Ints, sources: Ints, ends: npt.NDArray[np.int32], sampled: Ints) -> RoutedRows | None:
         """``sources``: the rows whose blocks have the positions of ``rows``, up to ``ends``. ``sampled``: rows."""
-        asking = self._batch.num_routed[rows] != NOT_ASKED
+        asking = self._reported[rows] != NOT_ASKED
         if not asking.any():
             return None
         rows, sources, ends = rows[asking], sources[asking], ends[asking]
-        starts = self._batch.num_routed[rows]
+        starts = self._reported[rows]
         planned = ends - starts
         fits = np.cumsum(planned, dtype=np.int64) * self._routes.width * 4 <= MOST_STEP_BYTES
         failed = self._batch.handles[rows[~fits & np.isin(rows, sampled)]].tolist()
@@ -162,4 +167,6 @@ class RoutedExpertTable:
         positions = np.arange(planned.sum()) - np.repeat(bounds - planned - starts, planned)
         (slots,) = self._transfer(self._blocks.slots(np.repeat(sources, planned), positions))
         handles = self._batch.handles[rows].tolist()
-        return RoutedRows(self._batch, self.values, rows, handles, starts, planned, bounds, slots, failed)
+        return RoutedRows(
+            self._batch, self._reported, self.values, rows, handles, starts, planned, bounds, slots, failed
+        )

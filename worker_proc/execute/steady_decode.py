@@ -84,7 +84,7 @@ class SteadyLauncher:
 
     def _all_decode(self, step: SchedulerOutput) -> bool:
         batch, n = self._batch, self._batch.num_rows
-        one_per_row = not step.drafts and all(count == 1 for _, count in step.counts) and not batch.pooling.count
+        one_per_row = not step.drafts and all(count == 1 for _, count in step.counts) and batch.samples[:n].all()
         return bool(
             n and one_per_row and batch.active[:n].all() and (batch.num_known[:n] - batch.num_computed[:n] == 1).all()
         )

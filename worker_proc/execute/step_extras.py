@@ -114,6 +114,10 @@ class ExtraReader:
         routed = None if self._experts is None else self._experts.of_step(inputs)
         return ExtraTargets(self._model, prompts, pooled, routed)
 
+    def batch_fields(self, rows: Ints) -> dict[str, Any]:
+        """Return the fields of ``StepBatch`` that the requests of ``rows`` decide, for a model without a KV cache."""
+        return {} if self._pooler is None else self._pooler.batch_fields(rows)
+
     def of_decode(self, inputs: StepInputs | None) -> StepExtras:
         """Return the extras of a step in which every row decodes, which need no hidden states.
 

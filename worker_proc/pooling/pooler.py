@@ -1,13 +1,14 @@
 """Makes vectors and scores from the hidden states of a step, for requests that end with their prompt."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.protocol.model.pooling_config import PoolingConfig, PoolingTask
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.worker_proc.batch.input_batch import InputBatch, RowColumn
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.step_inputs import StepInputs
@@ -30,6 +31,7 @@ class Pooler:
 
     def __init__(self, model: Model, pooling: PoolingConfig, batch: InputBatch, transfer: Transfer) -> None:
         self._model, self._config, self._batch, self._transfer = model, pooling, batch, transfer
+        self._params = batch.column(np.object_, lambda new: new.pooling, None)
         self.held: torch.Tensor | None = None
         if pooling.pooling != "last":
             shape = batch.max_rows, model.config.hidden_size
@@ -39,17 +41,14 @@ class Pooler:
     def targets(self, inputs: StepInputs) -> "PoolTargets | None":
         """Find what the step computes for pooled rows; None if it has none."""
         batch = self._batch
-        if not batch.pooling.count:
-            return None
-        at = np.flatnonzero(batch.pooling.is_pooled[inputs.rows])
+        at = np.flatnonzero(~batch.samples[inputs.rows])
         if not len(at):
             return None
         ending = inputs.seq_lens == batch.num_known[inputs.rows]
         members: dict[_Kind, list[int]] = {}
         holding = np.zeros(len(inputs.rows), np.bool_)
         for index in at.tolist():
-            params = batch.pooling.data[int(inputs.rows[index])]
-            assert params is not None
+            params: PoolingParams = self._params[inputs.rows[index]]
             holding[index] = self.held is not None and params.task != "token_embed"
             if params.task == "token_embed" or ending[index]:
                 kind = _Kind(params.task, params.dimensions, params.use_activation)
@@ -57,6 +56,14 @@ class Pooler:
         taken = self._taken(inputs, holding) if holding.any() else None
         groups = [self._group(inputs, kind, np.array(own, np.int64)) for kind, own in members.items()]
         return PoolTargets(self, taken, groups)
+
+    def batch_fields(self, rows: Ints) -> dict[str, Any]:
+        """Return the fields of ``StepBatch`` that the requests of ``rows`` decide, for a model without a KV cache."""
+        params: list[PoolingParams | None] = self._params[rows].tolist()
+        return {
+            "second_texts": np.array([0 if own is None else own.second_text for own in params], np.int32),
+            "every_token": any(own is None or own.task == "token_embed" for own in params),
+        }
 
     def _taken(self, inputs: StepInputs, holding: npt.NDArray[np.bool_]) -> "_Taken":
         """Return the tokens that ``held`` takes in this step."""

@@ -19,6 +19,7 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process.host_limits import cpu_model, usable_cores
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
+from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.adapters.sites import make_sites
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
@@ -32,11 +33,13 @@ from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
+from quire.worker_proc.side_work import SideWork
 from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.kv_scales import checkpoint_kv_scales, have_head_scales, set_kv_scales
 from quire.worker_proc.startup.loader import fill_model
 from quire.worker_proc.startup.measured import measured_plan
 from quire.worker_proc.startup.memory import log_plan, plan_memory
+from quire.worker_proc.transfers.make import make_mover
 
 log = event_logger("worker")
 
@@ -123,6 +126,24 @@ def make_runner(
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     plan = msgspec.structs.replace(plan, device=device_name(device))
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+
+
+def make_side_work(
+    runner: ModelRunner, group: TensorParallel, config: EngineConfig, wake: Callable[[], None]
+) -> tuple[list[SideWork], int]:
+    """Return the work beside the steps, and the bytes of a page of KV blocks; 0 without pages.
+
+    Args:
+        wake: called in a thread when there are answers.
+    """
+    work: list[SideWork] = []
+    page_bytes = 0
+    if config.cpu_offload_bytes or config.ssd_cache_bytes:
+        mover = make_mover(runner, group, config, wake)
+        work, page_bytes = [mover], mover.page_bytes
+    if runner.adapters is not None:
+        work.append(AdapterLoader(runner.adapters, config.model, wake))
+    return work, page_bytes
 
 
 def _log_parts(config: EngineConfig, plan: MemoryPlan, adapter_bytes: int, expert_bytes: int) -> None:

@@ -1,8 +1,9 @@
 """Copies KV blocks to host memory and to disk, and back, beside the steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,10 @@ class BlockMover:
                 tier.close()
         self._host, self._disk = "there is no host memory", "there is no disk"
         self._host_ids, self._disk_ids = range(0), range(0)
+
+    @property
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        return {HostPages: self.map, DiskPages: self.open, MoveBlocks: self.submit}
 
     def map(self, message: HostPages) -> None:
         """Map the host memory. If that fails, all transfers to and from it fail, but steps do not.

@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, cycle
 from threading import Condition, Lock, Thread
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -86,6 +87,10 @@ class StagedMover:
         self._forwarded, self._answers = {}, []
 
     close = begin_worker_epoch
+
+    @property
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        return {HostPages: self.map, DiskPages: self.open, MoveBlocks: self.submit}
 
     def map(self, message: HostPages) -> None:
         """As in ``BlockMover``."""

@@ -1,4 +1,7 @@
-"""No two rows write the same slot: a correct scheduler is accepted, and every overlap is refused."""
+"""No two rows write the same slot: a correct scheduler is accepted, and every overlap is refused.
+
+``tests/abuse/test_steps.py`` has the plain overlaps of a diff.
+"""
 
 import random
 
@@ -53,21 +56,6 @@ class Rows:
 
 def refused() -> "pytest.RaisesExc[StepRefused]":
     return pytest.raises(StepRefused, match="slot overlap")
-
-
-def test_refuses_block_that_another_row_writes() -> None:
-    rows = Rows(FULL)
-    rows.add(0, [1, 2])
-    rows.add(1, [3])
-    with refused():
-        rows.append(1, 0, [2])
-
-
-def test_new_row_may_not_write_blocks_of_another() -> None:
-    rows = Rows(FULL)
-    rows.add(0, [1, 2])
-    with refused():
-        rows.add(1, [3, 1])
 
 
 def test_prefix_hits_are_shared_and_later_blocks_are_not() -> None:
@@ -171,24 +159,6 @@ def test_groups_share_one_pool() -> None:
         rows.append(0, 1, [1])
     with refused():
         rows.add(1, [3], [3])
-
-
-@pytest.mark.parametrize("ids", [[5, 6, 5], [1]])
-def test_refuses_duplicate_block_in_a_row(ids: list[int]) -> None:
-    rows = Rows(FULL)
-    rows.add(0, [1])
-    with refused():
-        rows.append(0, 0, ids)
-
-
-def test_refuses_same_block_for_two_rows() -> None:
-    rows = Rows(FULL)
-    rows.add(0, [1])
-    rows.add(1, [2])
-    rows.append_rows([0, 1], [0, 0], [3, 4])
-    rows.tables.check()
-    with refused():
-        rows.append_rows([0, 1], [0, 0], [5, 5])
 
 
 def test_block_left_of_the_window_may_be_reassigned() -> None:
