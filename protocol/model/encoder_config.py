@@ -230,11 +230,7 @@ def _activation(field: Fields, name: str, known: tuple[str, ...]) -> str:
 
 def _with_ropes(field: Fields) -> Fields:
     """Return the fields with the rotary embeddings as transformers 5 stores them: one object for each type of layer."""
-    given = field.raw.get("rope_parameters", {})
-    scaling = field.raw.get("rope_scaling", {})
-    for name, value in (("rope_parameters", given), ("rope_scaling", scaling)):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{field.where}: {name} must be an object (got {printable(value)})")
+    given, scaling = field.part("rope_parameters").raw, field.part("rope_scaling").raw
     ropes = {}
     for name, old, theta in (
         ("full_attention", "global_rope_theta", 160_000.0),

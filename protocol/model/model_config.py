@@ -13,7 +13,12 @@ import msgspec
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
 from quire.protocol.model.config_fields import Fields, read_json, token_ids
-from quire.protocol.model.encoder_config import ENCODERS, EncoderConfig, encoder_settings
+from quire.protocol.model.encoder_config import (
+    ACTIVATIONS,
+    ENCODERS,
+    EncoderConfig,
+    encoder_settings,
+)
 from quire.protocol.model.families import (
     FAMILIES,
     Family,
@@ -34,14 +39,7 @@ from quire.protocol.model.weight_format import WeightFormat
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *ENCODERS)
 DTYPES = ("bfloat16", "float16", "float32")
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-"""Activation names in ``config.json`` → names in ``worker_proc/models/ops.py``."""
+_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,7 +302,7 @@ def _dtype(field: Fields) -> str:
 def _activation(field: Fields) -> str:
     # The first Gemma configs have hidden_act gelu, but were trained with the function of hidden_activation.
     name = "hidden_activation" if field.has("hidden_activation") else "hidden_act"
-    return ACTIVATIONS[field.choice(name, field.raw.get(name) or "silu", tuple(ACTIVATIONS))]
+    return ACTIVATIONS[field.choice(name, field.raw.get(name) or "silu", _ACTIVATIONS)]
 
 
 def _scales(field: Fields, family: Family, hidden: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ sliding window; transformers 5 has ``rope_parameters``, flat or with one object 
 """
 
 import math
-from typing import Any
 
 import msgspec
 
@@ -60,21 +59,15 @@ def parse_ropes(
     alike = head_dim == local_head_dim
     new = field.raw.get("rope_parameters")
     if isinstance(new, dict) and ("full_attention" in new or "sliding_attention" in new):
-        whole = _rope(field, _object(field, "full_attention", new), head_dim, max_position)
-        local = _rope(field, _object(field, "sliding_attention", new), local_head_dim, max_position)
+        parts = Fields(new, field.where)
+        whole = _rope(field, parts.part("full_attention"), head_dim, max_position)
+        local = _rope(field, parts.part("sliding_attention"), local_head_dim, max_position)
         return whole, (None if local == whole and alike else local)
     name = "rope_parameters" if new is not None else "rope_scaling"
-    whole = _rope(field, _object(field, name, field.raw), head_dim, max_position)
+    whole = _rope(field, field.part(name), head_dim, max_position)
     if not field.has("rope_local_base_freq"):
         return whole, None if alike else whole
     return whole, RopeConfig(theta=field.number("rope_local_base_freq", 1.0))
-
-
-def _object(field: Fields, name: str, raw: dict[str, Any]) -> Fields:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{field.where}: {name} must be an object")
-    return Fields(value or {}, f"{field.where}: {name}")
 
 
 def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> RopeConfig:

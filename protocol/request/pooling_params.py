@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.protocol.errors import InvalidRequest, printable
+from quire.protocol.errors import wrong_value
 from quire.protocol.model.pooling_config import POOLING_TASKS as POOLING_TASKS
 from quire.protocol.model.pooling_config import PoolingTask as PoolingTask
 from quire.protocol.request.sampling_params import SamplingParams, check_int
@@ -35,14 +35,12 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True):
 
     def __post_init__(self) -> None:
         if self.task not in POOLING_TASKS:
-            allowed = ", ".join(POOLING_TASKS)
-            raise InvalidRequest(f"task must be one of {allowed} (got {printable(self.task)})", "task")
+            raise wrong_value("task", f"one of {', '.join(POOLING_TASKS)}", self.task)
         check_int("dimensions", self.dimensions, 0, MAX_DIMENSIONS)
         check_int("second_text", self.second_text, 0, 2**31 - 1)
         for name in ("use_activation", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool):
-                text = f"{name} must be true or false (got {printable(getattr(self, name))})"
-                raise InvalidRequest(text, name, "invalid_type")
+                raise wrong_value(name, "true or false", getattr(self, name), "invalid_type")
 
 
 NO_SAMPLING = SamplingParams(max_tokens=1)

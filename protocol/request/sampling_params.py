@@ -140,9 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(
-                    f"{name} must be true or false (got {printable(getattr(self, name))})", name, "invalid_type"
-                )
+                raise wrong_value(name, "true or false", getattr(self, name), "invalid_type")
         self._check_lengths()
         self._check_penalties()
         self._check_tokens()
@@ -290,9 +288,7 @@ def check_beams(params: SamplingParams) -> None:
     """Raise InvalidRequest unless the parameters of a beam search are valid, and used by one."""
     check_float("length_penalty", params.length_penalty, -10.0, 10.0)
     if not (isinstance(params.early_stopping, bool) or params.early_stopping == "never"):
-        raise InvalidRequest(
-            f'early_stopping must be true, false or "never" (got {printable(params.early_stopping)})', "early_stopping"
-        )
+        raise wrong_value("early_stopping", 'true, false or "never"', params.early_stopping)
     if not params.use_beam_search:
         for name, unset in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
             if (value := getattr(params, name)) != unset:

@@ -160,23 +160,38 @@ class PeerMessage(NamedTuple):
     frames: Frames
 
 
-class ZmqHub:
-    """A bound ROUTER: many peers, each with its own numbering."""
+class _BoundRouter:
+    """A ROUTER at an address that peers may connect to; of them, those at ``tcp://`` are limited in number."""
 
-    def __init__(
-        self, context: "zmq.Context[Any]", address: str, receives: Any, max_message_bytes: int = MAX_FRAME_BYTES
-    ) -> None:
+    def __init__(self, context: "zmq.Context[Any]", address: str, max_message_bytes: int) -> None:
         """``max_message_bytes``: longest message, also of a peer that has not shown its key yet."""
         self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         _configure(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._limit = ConnectionLimit(self.socket, address) if address.startswith("tcp://") else None
+
+    def _bind(self, address: str) -> None:
         try:
             self.socket.bind(address)
         except zmq.ZMQError:
             self.close()
             raise
+
+    def close(self) -> None:
+        if self._limit is not None:
+            self._limit.close()
+        self.socket.close()
+
+
+class ZmqHub(_BoundRouter):
+    """A bound ROUTER: many peers, each with its own numbering."""
+
+    def __init__(
+        self, context: "zmq.Context[Any]", address: str, receives: Any, max_message_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        super().__init__(context, address, max_message_bytes)
+        self._bind(address)
         self.refused: Counter[str] = Counter()
         self._receives = receives
         self._links: dict[bytes, Link] = {}
@@ -212,33 +227,20 @@ class ZmqHub:
     def forget(self, peer: bytes) -> None:
         self._links.pop(peer, None)
 
-    def close(self) -> None:
-        if self._limit is not None:
-            self._limit.close()
-        self.socket.close()
 
-
-class ReplayRouter:
+class ReplayRouter(_BoundRouter):
     """A bound ROUTER for untrusted peers, which send one number per message. Stateless; never blocks."""
 
     def __init__(
         self, context: "zmq.Context[Any]", address: str, max_message_bytes: int, envelope: tuple[bytes, ...] = ()
     ) -> None:
         """``envelope``: frames before the number, and before the frames of each answer."""
+        super().__init__(context, address, max_message_bytes)
         self._envelope = envelope
-        self.socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
-        _configure(self.socket)
         self.socket.setsockopt(zmq.LINGER, SLOW_PEER_LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, REPLAY_HIGH_WATER_MARK)
         self.socket.setsockopt(zmq.RCVHWM, REPLAY_HIGH_WATER_MARK)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        self._limit = ConnectionLimit(self.socket, address) if address.startswith("tcp://") else None
-        try:
-            self.socket.bind(address)
-        except zmq.ZMQError:
-            self.close()
-            raise
+        self._bind(address)
 
     def receive(self) -> tuple[bytes, int] | None:
         """Return (peer, number) of one message, or None without a well-formed one."""
@@ -256,11 +258,6 @@ class ReplayRouter:
         except zmq.ZMQError:  # includes zmq.Again
             return False
         return True
-
-    def close(self) -> None:
-        if self._limit is not None:
-            self._limit.close()
-        self.socket.close()
 
 
 class AsyncZmqChannel:

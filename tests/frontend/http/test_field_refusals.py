@@ -195,6 +195,20 @@ TOOLS = [
         "tool_choice",
         "'g' not found in tools",
     ),
+    *[
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": given}},
+            },
+            f"tool_choice.allowed_tools{at}",
+            says,
+        )
+        for given, at, says in (
+            ([TOOL] * 129, "", "(1 to 128 tools)"),
+            ([TOOL, {**TOOL, "function": {"name": "g"}}], ".tools[1]", "must name one of tools (got 'g')"),
+        )
+    ],
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     (
         {"tools": [TOOL], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
@@ -489,7 +503,12 @@ VALUES_OF: dict[str, Sequence[Any]] = {
     "cache_salt": SALTS,
     "repetition_detection": [value for value, _ in REPETITIONS],
 }
+BEAMS = {"use_beam_search": True, "beam_width": 2}
 COMBINATIONS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("completion", {**BEAMS, "stream": True}, "use_beam_search", "requires stream to be false"),
+    ("completion", {**BEAMS, "best_of": 2}, "best_of", "best_of must be 1 with use_beam_search (got 2)"),
+    ("completion", {**BEAMS, "session": f"sess_{'0' * 32}"}, "use_beam_search", "cannot be combined with session"),
+    ("completion", {"structured_outputs": {"form": {}}}, "structured_outputs.form", "unknown field"),
     (
         "completion",
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
