@@ -19,7 +19,7 @@ from quire.protocol.wire import connection_limit
 from quire.protocol.wire.channel import Link
 from quire.protocol.wire.curve_keys import CurveEnd
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Refused
-from quire.protocol.wire.node_messages import JoinNode, NodeInfo, NodeToHead, StartWorker, WorkerEnded
+from quire.protocol.wire.node_messages import JoinNode, NodeInfo, NodeToHead, StartWorker
 from quire.version import __version__
 
 WAIT_S = 20.0
@@ -122,16 +122,6 @@ def test_an_address_that_cannot_be_used_leaves_the_other_links(agent: tuple[str,
             pass
 
 
-def test_a_node_with_another_version(tmp_path: Path) -> None:
-    info = NodeInfo(PROTOCOL_VERSION, "0.0.9", "node-b", 1, 0)
-    with (
-        agent_in_thread(tmp_path, info=info) as (address, head),
-        connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (_, events),
-    ):
-        kind, reason = events.next()
-        assert kind == "final" and f"runs Quire 0.0.9 (protocol {PROTOCOL_VERSION})" in reason
-
-
 def test_the_end_of_an_agent_is_noticed(tmp_path: Path) -> None:
     with agent_in_thread(tmp_path) as (address, head):
         keys, node_key = load_head_keys(head / HEAD_SECRET), load_node_key(head)
@@ -155,17 +145,6 @@ def test_a_call_after_the_end_has_no_effect(agent: tuple[str, Path], tmp_path: P
         thread.remove(address)
         thread.close()
         assert opened and not any(file.stat().st_size for file in tmp_path.glob("file-*"))
-
-
-def test_workers_beyond_the_devices_end_at_once(tmp_path: Path) -> None:
-    info = NodeInfo(PROTOCOL_VERSION, __version__, "node-c", 0, 0)
-    with (
-        agent_in_thread(tmp_path, info=info) as (address, head),
-        connected(address, load_head_keys(head / HEAD_SECRET), load_node_key(head)) as (thread, events),
-    ):
-        assert events.next()[0] == "ready"
-        thread.send(address, StartWorker(1, 0, True))
-        assert events.next() == ("received", WorkerEnded(1, "the node node-c runs at most 0 workers of an engine"))
 
 
 def test_an_order_that_cannot_be_carried_out_ends_its_worker_only(agent: tuple[str, Path]) -> None:

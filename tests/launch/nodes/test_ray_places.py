@@ -1,22 +1,18 @@
 """Engines on the nodes of a Ray cluster: one that the test imitates, and a real one of four nodes."""
 
-import contextlib
-import json
-import os
-import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from served import Served
 
 from quire import LLM, SamplingParams
 from quire.launch.nodes import ray_places
@@ -176,44 +172,10 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-@contextlib.contextmanager
-def _server(address: str, *flags: str) -> Iterator[str]:
-    """Run a server on the cluster; yield its URL once it is ready."""
-    command = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", "--nodes", "ray", *flags]
-    environment = {**os.environ, "RAY_ADDRESS": address}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    lines: list[str] = []
-    url: Future[str] = Future()
-    reader = threading.Thread(target=_read, args=(process.stderr, lines, url))
-    reader.start()
-    try:
-        yield url.result(120)
-    finally:
-        process.terminate()
-        status = process.wait(60)
-        reader.join()
-        process.stderr.close()
-        assert status == 0, "".join(lines)
-
-
-def _read(stream: IO[str], lines: list[str], url: "Future[str]") -> None:
-    """Read the server's lines until it ends; one of them has its URL."""
-    for line in stream:
-        lines.append(line)
-        if " serves " in line:
-            url.set_result(next(word for word in line.split() if word.startswith("http://")))
-    if not url.done():
-        url.set_exception(AssertionError("".join(lines)))
-
-
 def _complete(url: str) -> str:
     body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        text: str = json.load(answer)["choices"][0]["text"]
-        return text
+    text: str = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+    return text
 
 
 def _agents() -> list[psutil.Process]:
@@ -222,20 +184,23 @@ def _agents() -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_two_nodes_of_a_cluster_serve_and_replace_a_node_that_dies(cluster: Any) -> None:
+def test_two_nodes_of_a_cluster_serve_and_replace_a_node_that_dies(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with LLM() as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=30)
         expected = llm.generate([PROMPT], greedy)[0].outputs[0].text
-    with _server(cluster.address, "--tensor-parallel-size", "2", "--num-gpu-blocks-override", "500") as url:
-        assert _complete(url) == expected
-        agents = _agents()
-        assert len(agents) == 2
-        lost, node = next((agent, node) for agent in agents for node in cluster.worker_nodes if _is_of(agent, node))
-        cluster.remove_node(node, allow_graceful=False)
-        lost.wait(60)
-        assert _complete(url) == expected
-        assert len({agent.pid for agent in _agents()} - {agent.pid for agent in agents}) == 2
-    assert not _agents()
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    served = Served("--nodes", "ray", "--tensor-parallel-size", "2", "--num-gpu-blocks-override", "500")
+    assert _complete(served.url) == expected
+    agents = _agents()
+    assert len(agents) == 2
+    lost, node = next((agent, node) for agent in agents for node in cluster.worker_nodes if _is_of(agent, node))
+    cluster.remove_node(node, allow_graceful=False)
+    lost.wait(60)
+    assert _complete(served.url) == expected
+    assert len({agent.pid for agent in _agents()} - {agent.pid for agent in agents}) == 2
+    assert served.stop() == 0 and not _agents()
 
 
 def _is_of(agent: psutil.Process, node: Any) -> bool:

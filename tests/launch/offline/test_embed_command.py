@@ -4,73 +4,42 @@ import base64
 import io
 import json
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_http import Answer, FakeHttp, fake_http
 
 from quire.launch import cli
 from quire.launch.offline import embed_command
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Lists one model. The vector of a text is its length; a text with "!" has an error, "?" is refused."""
-
-    server: "FakeServer"
-
-    def do_GET(self) -> None:
-        self._send({"data": [{"id": "one"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append((self.path, body, self.headers.get("authorization")))
-        if "?" in body["input"]:
-            self._send({"error": {"message": "too hot"}}, 400)
-            return
-        self._send({"data": [self._entry(text) for text in body["input"]]})
-
-    def _entry(self, text: str) -> dict[str, Any]:
-        if "!" in text:
-            return {"embedding": None, "error": {"message": "not finite"}}
-        return {"embedding": base64.b64encode(np.array([len(text), 0.5], "<f4").tobytes()).decode()}
-
-    def _send(self, body: Any, status: int = 200) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None: ...
+def answer(body: Any) -> Answer:
+    """The vector of a text is its length; a text with "!" has an error, "?" is refused."""
+    if "?" in body["input"]:
+        return 400, b'{"error": {"message": "too hot"}}'
+    return 200, json.dumps({"data": [entry(text) for text in body["input"]]}).encode()
 
 
-class FakeServer(HTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies: list[tuple[str, dict[str, Any], str | None]] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+def entry(text: str) -> dict[str, Any]:
+    if "!" in text:
+        return {"embedding": None, "error": {"message": "not finite"}}
+    return {"embedding": base64.b64encode(np.array([len(text), 0.5], "<f4").tobytes()).decode()}
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    made = FakeServer()
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+def server() -> Iterator[FakeHttp]:
+    with fake_http(answer) as made:
+        yield made
 
 
 def run(*arguments: str) -> None:
     cli.main(["embed", *arguments])
 
 
-def test_lines(server: FakeServer, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_lines(server: FakeHttp, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     (tmp_path / "in").write_text("a\nbcd\n\n", encoding="utf-8")
     given = ("--dimensions", "2", "--truncate-prompt-tokens", "-1", "--prompt-name", "query", "--api-key", "k")
     run(str(tmp_path / "in"), "--url", server.url, *given)
@@ -89,7 +58,7 @@ def test_lines(server: FakeServer, tmp_path: Path, capfdbinary: pytest.CaptureFi
     }
 
 
-def test_array_from_standard_input(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_from_standard_input(server: FakeHttp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed_command, "CHUNK", 2)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nbb\nccc"))
     run("-", "--url", server.url, "--format", "npy", "-o", str(tmp_path / "out"))
@@ -100,7 +69,7 @@ def test_array_from_standard_input(server: FakeServer, tmp_path: Path, monkeypat
 
 
 def test_array_of_a_chunk_whose_lines_all_fail(
-    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FakeHttp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embed_command, "CHUNK", 2)
     (tmp_path / "in").write_text("!\n!\na\nbb\n!\n")
@@ -112,7 +81,7 @@ def test_array_of_a_chunk_whose_lines_all_fail(
     assert found[2:4].tolist() == [[1, 0.5], [2, 0.5]]
 
 
-def test_long_lines_are_sent_in_several_requests(server: FakeServer, tmp_path: Path) -> None:
+def test_long_lines_are_sent_in_several_requests(server: FakeHttp, tmp_path: Path) -> None:
     """A server limits the size of a body."""
     lines = ["x" * 900_000] * 5
     (tmp_path / "in").write_text("\n".join(lines))
@@ -121,14 +90,14 @@ def test_long_lines_are_sent_in_several_requests(server: FakeServer, tmp_path: P
     assert [json.loads(line)["index"] for line in (tmp_path / "out").read_text().splitlines()] == list(range(5))
 
 
-def test_input_that_is_not_text(server: FakeServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_input_that_is_not_text(server: FakeHttp, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_bytes(b"a\n\xff\xfe\n")
     with pytest.raises(SystemExit):
         run(str(tmp_path / "in"), "--url", server.url)
     assert "in cannot be read as text" in capfd.readouterr().err
 
 
-def test_failures(server: FakeServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failures(server: FakeHttp, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A line without a vector has an error; a refusal ends the command."""
     (tmp_path / "in").write_text("a\nb!\n")
     out = tmp_path / "out"
@@ -152,7 +121,7 @@ def test_failures(server: FakeServer, tmp_path: Path, capfd: pytest.CaptureFixtu
     ],
 )
 def test_bad_arguments(
-    server: FakeServer, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    server: FakeHttp, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         run(*arguments, "--url", server.url)

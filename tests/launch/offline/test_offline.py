@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import greedy_tokens
 from lent_engines import TINY
 
 from quire import LLM, SamplingParams
@@ -31,19 +30,6 @@ def tiny(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> tuple[Path, Any
 @pytest.fixture
 def llm(tiny: tuple[Path, Any], lend: Callable[..., LLM]) -> LLM:
     return lend(tiny[0], **TINY)
-
-
-@pytest.mark.full
-def test_more_prompts_than_queue_and_pool_hold(llm: LLM, tiny: tuple[Path, Any]) -> None:
-    prompts = [[i, i + 1, i + 2] * 7 for i in range(3, 27)]
-    outputs = llm.generate(prompts, GREEDY, priority=[i % 5 - 2 for i in range(len(prompts))])
-    assert all(output.finished for output in outputs)
-    for i in (0, 11, 23):
-        assert outputs[i].outputs[0].token_ids == greedy_tokens(tiny[1], [prompts[i]], 40)[0]
-    statistics = llm.statistics()
-    assert statistics.num_preemptions > 0
-    assert statistics.num_free_blocks == statistics.num_usable_blocks == 40
-    assert all(type(value) is int for value in statistics.values())
 
 
 @pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1, 0, None, [5]])

@@ -8,13 +8,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from fake_http import Answer, FakeHttp, fake_http
 from served import QUIRE
 
 from quire.launch import cli
@@ -22,46 +21,21 @@ from quire.launch import cli
 TEXTS = ("Hel", "lo", " there")
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Lists one model and streams ``events`` of the server for every POST."""
+class Streams:
+    """The answers of the server: some events, of which a client that stalls receives the first only."""
 
-    server: "FakeServer"
-
-    def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "one"}]}).encode())
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.bodies.append((self.path, body, self.headers.get("authorization")))
-        if self.server.status != 200:
-            self._send(json.dumps({"error": {"message": "too hot"}}).encode(), self.server.status)
-            return
-        events = [b"data: %b\n\n" % event for event in self.server.events]
-        if self.server.stalls:  # after the first piece of an answer
-            self._send(events[0], length=10**6)
-            self.rfile.read(1)  # until the client disconnects
-            return
-        self._send(b"".join(events))
-
-    def _send(self, data: bytes, status: int = 200, length: int = 0) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(length or len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args: Any) -> None: ...
-
-
-class FakeServer(HTTPServer):
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.bodies: list[tuple[str, dict[str, Any], str | None]] = []
         self.status = 200
         self.stalls = False
         self.events: list[bytes] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
-    def answer(self, *, chat: bool, end: bool = True) -> None:
+    def __call__(self, body: Any) -> Answer:
+        if self.status != 200:
+            return self.status, b'{"error": {"message": "too hot"}}'
+        events = [b"data: %b\n\n" % event for event in self.events]
+        return (200, events[0], 10**6) if self.stalls else (200, b"".join(events))
+
+    def are(self, *, chat: bool, end: bool = True) -> None:
         texts = [{"delta": {"content": t}} if chat else {"text": t} for t in TEXTS]
         choices = [*texts, {"delta": {}, "text": "", "finish_reason": "stop"}] if end else texts
         usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
@@ -71,21 +45,21 @@ class FakeServer(HTTPServer):
 
 
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    made = FakeServer()
-    thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+def streams() -> Streams:
+    return Streams()
+
+
+@pytest.fixture
+def server(streams: Streams) -> Iterator[FakeHttp]:
+    with fake_http(streams) as made:
+        yield made
 
 
 @pytest.mark.parametrize("url_end", ["", "/", "/v1"])
 def test_chat_streams_the_answer_of_a_server(
-    server: FakeServer, url_end: str, capsys: pytest.CaptureFixture[str]
+    server: FakeHttp, streams: Streams, url_end: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answer(chat=True)
+    streams.are(chat=True)
     flags = ["--temperature", "0.5", "--max-tokens", "9", "--api-key", "secret"]
     cli.main(["chat", "--url", server.url + url_end, "--prompt", "Hi", *flags])
     assert capsys.readouterr().out == "Hello there\n"
@@ -96,9 +70,9 @@ def test_chat_streams_the_answer_of_a_server(
 
 
 def test_a_conversation_sends_earlier_answers(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: FakeHttp, streams: Streams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answer(chat=True)
+    streams.are(chat=True)
     monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\nsecond\n"))
     cli.main(["chat", "--url", server.url])
     assert capsys.readouterr().out == "Hello there\nHello there\n"
@@ -107,9 +81,9 @@ def test_a_conversation_sends_earlier_answers(
 
 
 def test_commands_of_a_conversation(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: FakeHttp, streams: Streams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answer(chat=True)
+    streams.are(chat=True)
     lines = ("/help", "first", "/usr/bin is", "/clear", "/hlep", "//help", "/exit", "never")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     cli.main(["chat", "--url", server.url])
@@ -121,8 +95,8 @@ def test_commands_of_a_conversation(
 
 
 @pytest.mark.full
-def test_a_terminal_has_a_history_and_ctrl_c_ends_an_answer_only(server: FakeServer) -> None:
-    server.answer(chat=True)
+def test_a_terminal_has_a_history_and_ctrl_c_ends_an_answer_only(server: FakeHttp, streams: Streams) -> None:
+    streams.are(chat=True)
     outside, inside = os.openpty()
     ends = {"stdin": inside, "stdout": inside, "stderr": inside, "env": os.environ | {"TERM": "xterm"}}
     ends["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
@@ -143,12 +117,12 @@ def test_a_terminal_has_a_history_and_ctrl_c_ends_an_answer_only(server: FakeSer
     until(b"> ")
     os.write(outside, b"\x1b[A\n")  # Up, Enter
     until(b"Hello there\r\n")
-    server.stalls = True
+    streams.stalls = True
     os.write(outside, b"third\n")
     until(b"Hel")
     process.send_signal(signal.SIGINT)
     until(b"> ")
-    server.stalls = False
+    streams.stalls = False
     os.write(outside, b"fourth\n")
     until(b"Hello there\r\n")
     until(b"> ")
@@ -165,8 +139,8 @@ def test_a_terminal_has_a_history_and_ctrl_c_ends_an_answer_only(server: FakeSer
     assert said == ["first", answer, "first", answer, "third", "Hel", "fourth"]
 
 
-def test_json_has_the_text_and_usage(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.answer(chat=False)
+def test_json_has_the_text_and_usage(server: FakeHttp, streams: Streams, capsys: pytest.CaptureFixture[str]) -> None:
+    streams.are(chat=False)
     cli.main(["generate", "--url", server.url, "--prompt", "Once", "--json", "--regex", "[a-z]+"])
     printed = json.loads(capsys.readouterr().out)
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "cached_tokens": 4}
@@ -189,7 +163,7 @@ def test_json_has_the_text_and_usage(server: FakeServer, capsys: pytest.CaptureF
     ],
 )
 def test_an_unusable_server_is_one_line(
-    server: FakeServer, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
+    server: FakeHttp, flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["chat", "--prompt", "Hi", *(server.url if flag == "URL" else flag for flag in flags)])
@@ -207,13 +181,13 @@ def test_an_unusable_server_is_one_line(
     ],
 )
 def test_a_failed_answer_is_one_line(
-    server: FakeServer, fault: str, text: str, capsys: pytest.CaptureFixture[str]
+    server: FakeHttp, streams: Streams, fault: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.answer(chat=True, end=fault != "cut")
+    streams.are(chat=True, end=fault != "cut")
     if fault == "status":
-        server.status = 400
+        streams.status = 400
     elif fault == "event":
-        server.events = [server.events[0], b'{"error": {"message": "the engine failed"}}']
+        streams.events = [streams.events[0], b'{"error": {"message": "the engine failed"}}']
     with pytest.raises(SystemExit):
         cli.main(["chat", "--prompt", "Hi", "--url", server.url])
     error = capsys.readouterr().err

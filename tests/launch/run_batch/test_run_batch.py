@@ -4,12 +4,12 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from fake_http import Answer, FakeHttp, fake_http
 from front_end import FrontEnd
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +22,8 @@ from quire.protocol.errors import EngineError
 
 CHAT = "/v1/chat/completions"
 GOOD = {"custom_id": "good", "method": "POST", "url": CHAT, "body": {"messages": [{"role": "user", "content": "hi"}]}}
+
+FINE = b'{"usage": {"completion_tokens": 3}}'
 
 
 def line(**fields: Any) -> bytes:
@@ -147,29 +149,6 @@ class TestOrder:
         assert len(written) == 5
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Takes the next behaviour of its server's list for each request, then answers."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        behaviours: list[Any] = self.server.behaviours  # type: ignore[attr-defined]
-        behaviour = behaviours.pop(0) if behaviours else (200, b'{"usage": {"completion_tokens": 3}}')
-        if behaviour == "cut":
-            self.connection.close()
-            self.close_connection = True
-            return
-        status, body = behaviour
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.send_header("retry-after", "0")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None: ...
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Return a function that runs the command on lines, and returns the results."""
@@ -192,27 +171,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[A
 
 
 @pytest.fixture
-def faulty() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.behaviours = []
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def behaviours() -> list[Answer]:
+    """What the next requests get; then they are answered."""
+    return []
+
+
+@pytest.fixture
+def faulty(behaviours: list[Answer]) -> Iterator[FakeHttp]:
+    with fake_http(lambda body: behaviours.pop(0) if behaviours else (200, FINE)) as made:
+        yield made
 
 
 class TestServer:
-    @pytest.mark.parametrize("behaviour", ["cut", (503, b"{}"), (429, b"{}")])
-    def test_transient_failure_is_retried(self, run: Any, faulty: Any, behaviour: Any) -> None:
-        faulty.behaviours = [behaviour] * 3
-        (answer,) = run(line(), flags=["--url", f"http://127.0.0.1:{faulty.server_address[1]}"])
+    @pytest.mark.parametrize("behaviour", [None, (503, b"{}"), (429, b"{}")])
+    def test_transient_failure_is_retried(
+        self, run: Any, faulty: FakeHttp, behaviours: list[Answer], behaviour: Answer
+    ) -> None:
+        behaviours += [behaviour] * 3
+        (answer,) = run(line(), flags=["--url", faulty.url])
         assert (answer["response"]["status_code"], answer["error"]) == (200, None)
 
-    def test_other_answers(self, run: Any, faulty: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        faulty.behaviours = [(404, b'{"error": {"code": "model_not_found", "message": "no"}}'), (200, b"<html>")]
-        flags = ["--url", f"http://127.0.0.1:{faulty.server_address[1]}/v1", "--concurrency", "1"]
+    def test_other_answers(
+        self, run: Any, faulty: FakeHttp, behaviours: list[Answer], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        behaviours += [(404, b'{"error": {"code": "model_not_found", "message": "no"}}'), (200, b"<html>")]
+        flags = ["--url", f"{faulty.url}/v1", "--concurrency", "1"]
         refused, broken, good = run(*(line(custom_id=name) for name in "abc"), flags=flags)
         assert refused["error"] == {"code": "model_not_found", "message": "no"}
         assert (refused["response"]["status_code"], broken["response"]) == (404, None)
@@ -220,10 +203,12 @@ class TestServer:
         assert good["error"] is None
         assert "1 of 3 lines answered, 2 failed; 3 output tokens" in capsys.readouterr().err
 
-    def test_unreachable_server(self, run: Any, faulty: Any, capsys: pytest.CaptureFixture[str]) -> None:
-        faulty.behaviours = ["cut"] * sender.ATTEMPTS
+    def test_unreachable_server(
+        self, run: Any, faulty: FakeHttp, behaviours: list[Answer], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        behaviours += [None] * sender.ATTEMPTS
         with pytest.raises(SystemExit) as ended:
-            run(line(), flags=["--url", f"http://127.0.0.1:{faulty.server_address[1]}"])
+            run(line(), flags=["--url", faulty.url])
         assert ended.value.code == 1
         assert "the server cannot be reached" in capsys.readouterr().err
 

@@ -15,7 +15,6 @@ import msgspec
 from quire import LLM
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.agent import Agent
-from quire.launch.nodes.connected_heads import ConnectedHeads
 from quire.launch.nodes.keys import HEAD_SECRET, load_node_key, make_keys
 from quire.launch.nodes.remote_workers import NodeWorkers
 from quire.launch.offline import llm as offline
@@ -23,7 +22,6 @@ from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.config import EngineConfig, RankPlace
 from quire.protocol.process.log import LogOptions
 from quire.protocol.wire.curve_keys import load_curve_keys
-from quire.protocol.wire.node_messages import NodeInfo
 
 
 class NodeAgents:
@@ -93,17 +91,12 @@ def llm_on_nodes(config: EngineConfig, agents: NodeAgents, *indices: int) -> Ite
 
 
 @contextlib.contextmanager
-def agent_in_thread(folder: Path, *, devices: int = 1, info: NodeInfo | None = None) -> Iterator[tuple[str, Path]]:
-    """Run an agent, which must not get signals or start workers, in a thread; yield its address and the head's keys.
-
-    ``info``: what it says of itself.
-    """
+def agent_in_thread(folder: Path, *, devices: int = 1) -> Iterator[tuple[str, Path]]:
+    """Run an agent, which must not get signals or start workers, in a thread; yield its address and the head's keys."""
     node, head = make_keys(folder / f"keys-{len(list(folder.iterdir()))}")
     port = ReservedPort("127.0.0.1")
     address = f"tcp://127.0.0.1:{port.number}"
     agent = Agent(address, load_curve_keys(node, "--keys"), devices)
-    if info is not None:
-        agent.heads = ConnectedHeads(info, agent)
     is_stopping = threading.Event()
 
     def run() -> None:
