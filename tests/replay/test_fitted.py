@@ -42,7 +42,7 @@ def roofline(step: StepShape) -> float:
 
 
 @cache
-def recorded(law: Law) -> bytes:
+def recorded(law: Law, num_requests: int) -> bytes:
     """Return the trace of random requests of the real Scheduler, two steps in flight, without time between steps."""
     config = make_config(async_scheduling=True, max_num_batched_tokens=512, max_num_seqs=64, max_model_len=1000)
     decision_log = DecisionLog()
@@ -51,7 +51,7 @@ def recorded(law: Law) -> bytes:
     recorder = TraceRecorder(scheduler, decision_log, make_immediately(lines.append))
     runner, rng = SimulatedRunner(config), random.Random(3)
     flying: deque[ModelRunnerOutput] = deque()
-    now, waiting = 0.0, 150
+    now, waiting = 0.0, num_requests
     while waiting or flying or scheduler.table.requests:
         if waiting and rng.random() < 0.2:
             waiting -= 1
@@ -77,8 +77,8 @@ def recorded(law: Law) -> bytes:
     return b"".join(encode_line(line) + b"\n" for line in lines)
 
 
-def record(path: Path, law: Law) -> None:
-    path.write_bytes(recorded(law))
+def record(path: Path, law: Law, num_requests: int = 150) -> None:
+    path.write_bytes(recorded(law, num_requests))
 
 
 def shapes(num: int, most_tokens: int = 512) -> list[StepShape]:
@@ -142,7 +142,7 @@ class TestRefusals:
         path = tmp_path / "trace"
         with pytest.raises(ConfigError, match="file not found"):
             fit(path)
-        record(path, lambda step: 0.0)
+        record(path, lambda step: 0.0, 10)
         with pytest.raises(ConfigError, match=r"needs 50 timed steps \(got 0\)"):
             fit(path)
         record(path, linear)

