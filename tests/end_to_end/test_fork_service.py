@@ -127,7 +127,6 @@ def test_forks_continue_the_answer(served: Served, path: str) -> None:
     served.wait_until_idle()
 
 
-@pytest.mark.full
 def test_streams_begin_with_what_the_parent_has(served: Served) -> None:
     async def test() -> None:
         async with Parent(served, "completions") as parent:
@@ -145,24 +144,24 @@ def test_streams_begin_with_what_the_parent_has(served: Served) -> None:
     served.wait_until_idle()
 
 
-@pytest.mark.parametrize(
-    ("key", "body", "status", "code", "says"),
-    [
-        ("other", {}, 404, "request_not_found", "is running; if there was one, it has ended"),
-        ("one", {"n": 0}, 400, "invalid_value", "n must be an integer from 1 to 128 (got 0)"),
-        ("one", {"index": 1}, 400, "invalid_value", "index must be from 0 to 0 (got 1)"),
-        ("one", {"num_tokens": 1000}, 400, "invalid_value", "num_tokens must be from 0 to "),
-        ("one", {"num_tokens": 5, "max_tokens": 5}, 400, "invalid_value", "max_tokens must be at least 6: the fork"),
-        ("one", {"top_p": 0.5}, 400, "unknown_parameter", "unknown field 'top_p'"),
-        ("one", {"temperature": 3}, 400, "invalid_value", "temperature must be a number from 0 to 2 (got 3)"),
-        ("one", {"stream_options": {}}, 400, "invalid_value", "stream_options is only allowed when stream is true"),
-    ],
-)
-@pytest.mark.full
-def test_refusals(served: Served, key: str, body: dict[str, Any], status: int, code: str, says: str) -> None:
+REFUSED: list[tuple[str, dict[str, Any], int, str, str]] = [
+    ("other", {}, 404, "request_not_found", "is running; if there was one, it has ended"),
+    ("one", {"n": 0}, 400, "invalid_value", "n must be an integer from 1 to 128 (got 0)"),
+    ("one", {"index": 1}, 400, "invalid_value", "index must be from 0 to 0 (got 1)"),
+    ("one", {"num_tokens": 1000}, 400, "invalid_value", "num_tokens must be from 0 to "),
+    ("one", {"num_tokens": 5, "max_tokens": 5}, 400, "invalid_value", "max_tokens must be at least 6: the fork"),
+    ("one", {"top_p": 0.5}, 400, "unknown_parameter", "unknown field 'top_p'"),
+    ("one", {"temperature": 3}, 400, "invalid_value", "temperature must be a number from 0 to 2 (got 3)"),
+    ("one", {"stream_options": {}}, 400, "invalid_value", "stream_options is only allowed when stream is true"),
+]
+
+
+def test_refusals(served: Served) -> None:
+    """Of either front end."""
+
     async def test() -> None:
         async with Parent(served, "completions") as parent:
-            for _ in range(4):
+            for key, body, status, code, says in REFUSED * 4:
                 answer = await parent.fork(key, **body)
                 error = answer.json()["error"]
                 assert (answer.status_code, error["code"]) == (status, code)
@@ -172,7 +171,6 @@ def test_refusals(served: Served, key: str, body: dict[str, Any], status: int, c
     served.wait_until_idle()
 
 
-@pytest.mark.full
 def test_what_cannot_be_forked(served: Served) -> None:
     async def test() -> None:
         async with Parent(served, "completions") as parent:

@@ -4,11 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from pooling_checkpoints import CHAT_VOCABULARY, CHATML, JUDGE, TYPED, save_chat_tokenizer, save_model
-from served import Served
 
 from quire import LLM
 
@@ -72,18 +70,6 @@ def test_bi_encoders(template: str, form: str, mode: str, variables: dict[str, A
         assert scores == pytest.approx(reference.encode(TEXTS, prompt_name="document") @ wanted[0], abs=1e-4)
         ids = llm.embed("x")[0].prompt_token_ids
         assert_equal(vectors(llm, [ids]), reference.encode(["x"]))
-
-
-def test_server(tmp_path: Path) -> None:
-    reference = bi_encoder(tmp_path, CHATML, "lasttoken")
-    served = Served(str(tmp_path / "saved"), "--dtype", "float32")
-    given: dict[str, Any] = {"input": TEXTS, "prompt_name": "query", "truncate_prompt_tokens": MOST}
-    body = httpx.post(f"{served.url}/v1/embeddings", json=given, timeout=60).json()
-    wanted = reference.encode(TEXTS, prompt_name="query", processing_kwargs=CUT)
-    assert_equal([each["embedding"] for each in body["data"]], wanted)
-    many = httpx.post(f"{served.url}/v1/embeddings", json={"input": TEXTS[:2] * 300}, timeout=60).json()["data"]
-    assert_equal([each["embedding"] for each in many[:2] + many[-2:]], reference.encode(TEXTS[:2] * 2))
-    assert served.stop() == 0
 
 
 @pytest.mark.parametrize(("name", "default"), [("Qwen3ForCausalLM", None), ("Qwen3ForSequenceClassification", "query")])

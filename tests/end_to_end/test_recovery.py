@@ -157,8 +157,9 @@ async def two_front_ends(server: Served) -> bool:
 
 
 class TestMetrics:
+    @pytest.mark.parametrize("role", ["frontend", pytest.param("scheduler", marks=pytest.mark.full)])
     def test_every_front_end_has_the_sums_and_no_count_falls(
-        self, demo_server: Served, undisturbed: list[Answer]
+        self, demo_server: Served, undisturbed: list[Answer], role: Role
     ) -> None:
         async def scrape() -> dict[str, float]:
             return parse_metrics((await get(demo_server.port, "/metrics"))[1])
@@ -178,15 +179,14 @@ class TestMetrics:
             assert first["e2e_request_latency_seconds_count"] == before["e2e_request_latency_seconds_count"] + 6
             assert first["request_queue_time_seconds_sum"] > before["request_queue_time_seconds_sum"]
             assert all(other == first for other in others)
-            for role, name in (("frontend", "front_end"), ("scheduler", "scheduler")):
-                victim = demo_server.victims(role)[0]
-                victim.kill()
-                assert await until(lambda victim=victim: replaced(victim), HUNG_S)  # type: ignore[misc]
-                assert await until(lambda: has_state(demo_server, "/health", 200, "ready"), HUNG_S)
-                for found in await scrapes():
-                    assert all(counts(found)[key] >= value for key, value in first.items())
-                restarts = f"num_{name}_restarts_total"
-                assert found[restarts] == first[restarts] + 1
+            victim = demo_server.victims(role)[0]
+            victim.kill()
+            assert await until(lambda: replaced(victim), HUNG_S)
+            assert await until(lambda: has_state(demo_server, "/health", 200, "ready"), HUNG_S)
+            for found in await scrapes():
+                assert all(counts(found)[key] >= value for key, value in first.items())
+            restarts = f"num_{role.replace('frontend', 'front_end')}_restarts_total"
+            assert found[restarts] == first[restarts] + 1
 
         async def replaced(victim: psutil.Process) -> bool:
             alive = [*demo_server.victims("frontend"), *demo_server.victims("scheduler")]

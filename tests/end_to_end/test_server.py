@@ -75,36 +75,6 @@ class TestOpenAIClient:
             with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
                 client.completions.create(model="quire-demo", prompt="Once", max_tokens=8, extra_body=extra, **wrong)
 
-    def test_cached_tokens_are_reported(self, client: openai.OpenAI) -> None:
-        messages = [{"role": "user", "content": "Please tell me a rather long story about a green garden." * 3}]
-        create = client.chat.completions.create
-        for expected in (0, 16):
-            usage = create(model="quire-demo", messages=messages, max_tokens=2).usage
-            assert usage.prompt_tokens_details.cached_tokens >= expected
-
-    def test_a_stop_string_cuts_the_text(self, client: openai.OpenAI, demo_server: Served) -> None:
-        free = client.completions.create(model="quire-demo", prompt="Once upon a time", temperature=0, max_tokens=60)
-        text = free.choices[0].text
-        stop = text[20:26]
-        cut = client.completions.create(
-            model="quire-demo", prompt="Once upon a time", temperature=0, max_tokens=60, stop=[stop]
-        )
-        assert cut.choices[0].text == text[: text.index(stop)]
-        assert cut.choices[0].finish_reason == "stop"
-        assert cut.usage.completion_tokens < free.usage.completion_tokens
-        demo_server.wait_until_idle()
-
-    def test_a_seed_repeats_the_text(self, client: openai.OpenAI) -> None:
-        def sample(seed: int) -> list[str]:
-            answer = client.completions.create(
-                model="quire-demo", prompt="The", temperature=1.0, seed=seed, max_tokens=30, n=3
-            )
-            return [choice.text for choice in answer.choices]
-
-        assert sample(5) == sample(5)
-        assert len(set(sample(5))) == 3
-        assert sample(5) != sample(6)
-
     def test_token_id_prompts_and_logprobs(self, client: openai.OpenAI) -> None:
         answer = client.completions.create(
             model="quire-demo", prompt=[[5, 6, 7], [8, 9]], temperature=0, max_tokens=4, logprobs=2

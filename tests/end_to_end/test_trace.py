@@ -17,6 +17,7 @@ from waits import wait_for
 
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.quire import load
+from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader
 from quire.replay.recorded.replay_trace import replay_trace
 from quire.replay.run.run_record import RunRecord
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.full
 FLAGS = ["--max-num-seqs", "4", "--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "22"]
 """A pool without room for four long answers, so that requests are preempted."""
 NUM_CLIENTS = 3
+DUMPS = "quire-dump-*.jsonl"
 
 
 class Client(threading.Thread):
@@ -78,7 +80,7 @@ class Client(threading.Thread):
 
 
 def record_run(path: Path, num_tokens: int, *flags: str) -> int:
-    """Record a run of ``num_tokens`` tokens; return how many requests were aborted."""
+    """Record a run of ``num_tokens`` tokens, and dump it; return how many requests were aborted."""
     served = Served("--trace", str(path), *FLAGS, *flags)
     clients = [Client(served.url, seed, num_tokens // NUM_CLIENTS) for seed in range(NUM_CLIENTS)]
     try:
@@ -86,7 +88,10 @@ def record_run(path: Path, num_tokens: int, *flags: str) -> int:
             client.start()
         for client in clients:
             client.join(500)
-        served.wait_until_idle()
+        assert served.wait_until_idle()["quire:num_trace_lines_lost_total"] == 0
+        (scheduler,) = engine_processes("quire.scheduler_proc")
+        scheduler.send_signal(signal.SIGUSR2)
+        wait_for(lambda: any(b'"kind":"end"' in dump.read_bytes() for dump in path.parent.glob(DUMPS)), 30)
     finally:
         assert served.stop(signal.SIGTERM) == 0
     for client in clients:
@@ -116,6 +121,8 @@ def test_a_live_run_replays_exactly(recorded: tuple[Path, int]) -> None:
     record = replay_trace(path)
     check_run(record, num_aborted)
     assert len(record.steps) > 200
+    (dump,) = path.parent.glob(DUMPS)
+    assert replay_lines(TraceReader(dump)) is None
 
 
 def test_a_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real processes with a disk behind the prefix cache, which the next engine finds again."""
+"""Real processes with host memory and a disk behind the prefix cache, which outlive workers and engines."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
 from engine_processes import engine_processes, processes_of
 from own_costs import OwnCosts
 from served import Served
@@ -27,6 +28,7 @@ RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(3, 90) for _ in range(64)] for _ in range(14)]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "block_size": 8, "num_gpu_blocks_override": 60}
+NO_DISK: dict[str, Any] = {"ssd_cache_dir": "", "ssd_cache_bytes": 0}
 
 
 def answers(llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
@@ -62,13 +64,40 @@ def start(
     def start(model: Path = folder, **settings: Any) -> LLM:
         given = {"ssd_cache_dir": str(tmp_path / "cache"), "ssd_cache_bytes": 2**24} | settings
         costs.forget()
-        llm = LLM(model, **SETTINGS, **given)
+        llm = LLM(model, **(SETTINGS | given))
         for _ in range(10_000):
             if not given["ssd_cache_bytes"] or llm.statistics()["disk_num_pages"]:
                 break
         return llm
 
     return start
+
+
+def computed(llm: LLM) -> int:
+    """Return the tokens that were in host memory, and were computed on a busy machine: loads seemed slow, or were."""
+    counts = llm.statistics()
+    return 56 * (counts["load_choices_compute"] + counts["host_num_late"])
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", 1), ("cpu", 2), pytest.param("cuda", 1, marks=pytest.mark.gpu)])
+def test_host_memory_outlives_the_worker(start: Callable[..., LLM], device: str, ranks: int) -> None:
+    """Without a disk. The pool has room for two of the six prompts."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    sizes = {"cpu_offload_bytes": 2**24, "tensor_parallel_size": ranks, "num_gpu_blocks_override": 20}
+    with start(**NO_DISK, **sizes, device=device) as llm:
+        first, num_cached = answers(llm, PROMPTS[:6])
+        assert num_cached == 0
+        again, num_cached = answers(llm, PROMPTS[:6])
+        assert num_cached + computed(llm) >= 3 * 56
+        for process in engine_processes("quire.worker_proc"):
+            process.kill()
+        before = computed(llm)
+        third, num_cached = answers(llm, PROMPTS[:6])
+        assert num_cached + computed(llm) - before >= 2 * 56, "what was only on the device is lost"
+        assert first == again == third
+        counts = llm.statistics()
+        assert counts["host_num_failed"] == 0 < counts["host_num_loaded"]
 
 
 @pytest.mark.parametrize(("ranks", "host_bytes"), [(1, 2**18), (2, 2**18), (1, 0)])
@@ -138,7 +167,7 @@ def test_changed_weights_of_equal_size_and_time_use_no_earlier_page(
         negated[byte] ^= 0x80
     weights.write_bytes(negated)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with start(model, cpu_offload_bytes=host_bytes, ssd_cache_dir="", ssd_cache_bytes=0) as llm:
+    with start(model, cpu_offload_bytes=host_bytes, **NO_DISK) as llm:
         expected, _ = answers(llm, PROMPTS)
     with start(model, cpu_offload_bytes=host_bytes) as llm:
         found, num_cached = answers(llm, PROMPTS)
@@ -173,9 +202,11 @@ def test_damaged_pages_are_computed_and_logged(tmp_path: Path, monkeypatch: pyte
         after.stop()
 
 
-def test_unusable_folders_end_the_start(start: Callable[..., LLM], tmp_path: Path) -> None:
+def test_unusable_sizes_and_folders_end_the_start(start: Callable[..., LLM], tmp_path: Path) -> None:
     with pytest.raises(QuireError, match=r"--ssd-cache-bytes must be at least \d+, two pages"):
         start(ssd_cache_bytes=5000)
+    with pytest.raises(QuireError, match=r"--cpu-offload-bytes must be at least \d+, a page of all ranks \(got 100\)"):
+        start(**NO_DISK, cpu_offload_bytes=100)
     (tmp_path / "file").write_text("")
     with pytest.raises(QuireError, match=r"/file must be a folder, not a link, that belongs to"):
         start(ssd_cache_dir=str(tmp_path / "file"))
