@@ -79,7 +79,7 @@ nightly: install-dev ## run all harnesses, fuzzers and clients of tests/nightly 
 		run $(BIN)/python -P tests/nightly/acceptance/run.py $$(echo $$each | tr , ' '); done; \
 	for each in $(FUZZERS); do run $(BIN)/python -P tests/nightly/acceptance/fuzz_$$each.py --seconds 1200; done; \
 	run $(BIN)/python -P tests/simulation/run.py --jobs 2 --seeds 100000 --seconds 1800; \
-	run $(BIN)/pytest -m "" tests/nightly/browser tests/nightly/clients tests/nightly/gpu tests/nightly/traces; \
+	run $(BIN)/pytest -m "" tests/nightly/browser tests/nightly/clients tests/nightly/gpu tests/nightly/models tests/nightly/traces; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 # The pages are opened in an installed browser, or else in Debian's chromium, installed here.
