@@ -55,6 +55,7 @@ from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
 
 VOCAB_SIZE = 1000
 NO_COSTS = CostState()
+MANY_CHECKS = 20
 
 
 EXPERTS = MoeConfig(num_experts=61, num_experts_per_token=2, intermediate_size=8, layers=[0])
@@ -193,7 +194,7 @@ class Driver:
             pages.pages = {new: old.pages[at] for new, at in both if at in old.pages}
         self.messages: list[tuple[int, Any]] = []
         self.num_steady = 0
-        self._num_stale = 0
+        self._num_stale = self._num_checks = 0
         self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
         self.salts: dict[str, str] = {}
         self.answers: dict[str, Answer] = {}
@@ -282,7 +283,7 @@ class Driver:
         if not self.scheduler.can_schedule:
             return None
         diff = self.scheduler.schedule()
-        self.scheduler.check()
+        self._check()
         self.num_steady += len(self.scheduler.steady_decode)
         self._send_moves(self.scheduler.transfers.take_loads())
         self._send_adapter_loads()
@@ -295,6 +296,12 @@ class Driver:
         self._send_stores()
         self._receive()
         return diff
+
+    def _check(self) -> None:
+        """Check the scheduler: always in a short run, seldom later, because checks take most of a run's time."""
+        self._num_checks += 1
+        if self._num_checks <= MANY_CHECKS or self._num_checks % MANY_CHECKS == 0:
+            self.scheduler.check()
 
     def _receive(self) -> None:
         """Receive on the worker's side."""
@@ -362,7 +369,7 @@ class Driver:
             return None
         self.log.consumed(0.0, 0, received.frames)
         self.scheduler.consume(received.message)
-        self.scheduler.check()
+        self._check()
         self._collect()
         if not self.scheduler.in_flight:
             for request in self.scheduler.table.running.values():
@@ -454,7 +461,7 @@ class Driver:
 
     def replay_lines(self) -> Difference | None:
         """Return where a replay of ``lines`` decides otherwise, or None."""
-        return replay_lines(numbered(self.lines()), check=True)
+        return replay_lines(numbered(self.lines()))
 
     def request(self, request_id: str, client: int = 0) -> Request:
         return self.scheduler.table.requests[client, request_id]
