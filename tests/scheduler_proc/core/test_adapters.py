@@ -1,5 +1,6 @@
 """Requests with LoRA adapters: loads, turns, evictions, and what a worker's death or a failed load does to them."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -90,8 +91,7 @@ def test_the_same_name_with_another_content_hits_nothing() -> None:
     driver.check_drained()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("num_tokens", thinned([1, 16, 17, 40, 100], keep=1))
+@pytest.mark.parametrize(("num_tokens", "asynchronous"), thinned(product([40, 1, 16, 17, 100], [True, False]), keep=1))
 def test_a_rare_adapter_waits_at_most_twice_as_long(num_tokens: int, asynchronous: bool) -> None:
     """One request beside 100 of another adapter, where one adapter can be in a step."""
     prompt = [700 + index for index in range(num_tokens)]

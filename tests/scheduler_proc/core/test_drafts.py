@@ -1,10 +1,12 @@
 """Draft tokens: rejected ones are subtracted from the progress, and no stream depends on drafts."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 from scheduler_driver import Driver, change, end_of, expected_tokens
+from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import EndReason
@@ -32,8 +34,7 @@ def tokens_and_drafts(diffs: list[SchedulerOutput]) -> list[tuple[int, int]]:
     return [(dict(d.counts).get(0, 1), dict(d.drafts).get(0, 0)) for d in diffs]
 
 
-@BOTH
-@pytest.mark.parametrize("quality", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize(("quality", "asynchronous"), thinned(product([0.7, 0.0, 0.3, 1.0], [True, False]), keep=2))
 def test_stream_does_not_depend_on_drafts(asynchronous: bool, quality: float) -> None:
     driver = drafting(asynchronous, quality)
     for index in range(4):
@@ -287,7 +288,7 @@ def adaptive(quality: float, asynchronous: bool) -> Driver:
     return driver
 
 
-@BOTH
+@pytest.mark.parametrize("asynchronous", thinned([True, False], keep=1))
 def test_rejected_drafts_stop_and_the_request_joins_steady_decode(asynchronous: bool) -> None:
     driver = adaptive(0.0, asynchronous)
     drafts = [number for _, number in tokens_and_drafts(driver.diffs)]
@@ -295,7 +296,7 @@ def test_rejected_drafts_stop_and_the_request_joins_steady_decode(asynchronous: 
     assert driver.num_steady > 300
 
 
-@BOTH
+@pytest.mark.parametrize("asynchronous", thinned([True, False], keep=1))
 def test_accepted_drafts_stay_at_the_maximum(asynchronous: bool) -> None:
     driver = adaptive(1.0, asynchronous)
     drafts = [number for _, number in tokens_and_drafts(driver.diffs)]

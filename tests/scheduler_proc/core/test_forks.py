@@ -1,9 +1,11 @@
 """Forked requests: they share what their parent has computed, also if it ends."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 from scheduler_driver import Driver, expected_tokens
+from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.requests.reasons import WaitReason
@@ -20,9 +22,9 @@ def sampling_steps(driver: Driver) -> int:
     return sum(len(diff.forks) for diff in driver.diffs)
 
 
-@pytest.mark.parametrize("length", [4, 5, 8, 14, 16])
-@pytest.mark.parametrize("chunk", [64, 5])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    ("length", "chunk", "caching"), thinned(product([4, 5, 8, 14, 16], [64, 5], [True, False]), keep=7)
+)
 def test_children_share_the_prompt_to_the_block(length: int, chunk: int, caching: bool) -> None:
     """The prompt is computed once, in one chunk or several; each child has at most one block more than it shares."""
     driver = Driver(max_num_batched_tokens=chunk, max_num_seqs=4, enable_prefix_caching=caching)

@@ -179,7 +179,7 @@ ENDS = ["abort", "late", "failed", "new_epoch", "new_workers", "hold", "victim"]
 
 @pytest.mark.parametrize(
     ("end", "when", "async_scheduling"),
-    thinned(product(ENDS, ["sent", "received", "front", "answered"], [False, True]), keep=14),
+    thinned(product(ENDS, ["sent", "received", "front", "answered"], [False, True]), keep=7),
 )
 def test_what_ends_a_split_leaves_nothing_behind(end: str, when: str, async_scheduling: bool) -> None:
     engine = split(async_scheduling=async_scheduling)

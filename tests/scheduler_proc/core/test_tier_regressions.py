@@ -3,11 +3,13 @@ tests/simulation/README.md has all of them, and where the others are tested."""
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_driver import Driver, expected_tokens
+from tiers import thinned
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.kv.tiers import host_tier
@@ -50,8 +52,7 @@ def finish(engine: Driver) -> None:
     assert engine.replay_lines() is None
 
 
-@pytest.mark.parametrize("copies", ["at once", "last"])
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize(("copies", "is_async"), thinned(product(["at once", "last"], [True, False]), keep=2))
 def test_stores_read_what_their_steps_have_written(copies: str, is_async: bool) -> None:
     """vLLM #45704, #46278, #31210, Dynamo #5068: a store ran ahead of the step that wrote its blocks, or after the next
     one that did."""
@@ -140,8 +141,12 @@ def test_a_hit_may_be_evicted_before_it_is_used() -> None:
     finish(engine)
 
 
-@pytest.mark.parametrize("event", ["abort", "preempt", "add again", "epoch", "death"])
-@pytest.mark.parametrize("when", ["sent", "received", "run", "answered"])
+@pytest.mark.parametrize(
+    ("event", "when"),
+    thinned(
+        product(["abort", "preempt", "add again", "epoch", "death"], ["sent", "received", "run", "answered"]), keep=7
+    ),
+)
 def test_events_during_a_copy(event: str, when: str) -> None:
     """vLLM #46014, #49118, #52170, #54914: an assertion about a copy of a request that had moved on."""
     engine = evicted_prefix(30, async_scheduling=True)

@@ -1,10 +1,12 @@
 """Host memory: what is stored and loaded, what holds blocks meanwhile, and faults of copies."""
 
 import random
+from itertools import product
 
 import pytest
 from fake_pages import random_faults
 from scheduler_driver import Driver, expected_tokens
+from tiers import thinned
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.wire.front_end_messages import EndReason
@@ -134,8 +136,7 @@ def test_aborts_during_a_load_leave_nothing_behind(when: str) -> None:
     assert engine.replay_lines() is None
 
 
-@pytest.mark.parametrize("new_workers", [True, False])
-@pytest.mark.parametrize("when", ["sent", "received", "run"])
+@pytest.mark.parametrize(("when", "new_workers"), thinned(product(["sent", "received", "run"], [True, False]), keep=3))
 def test_host_memory_outlives_workers(new_workers: bool, when: str) -> None:
     engine = driver()
     engine.add("first", PROMPT, max_tokens=4)

@@ -76,7 +76,7 @@ def test_replay_isolates_tenants() -> None:
 # ---- A39: probes of another tenant's cache
 
 
-@pytest.mark.parametrize("seed", thinned(range(20), keep=3))
+@pytest.mark.parametrize("seed", thinned(range(20), keep=2))
 def test_a_probe_of_another_tenants_prompt_looks_like_a_miss(seed: int) -> None:
     """Whether or not the victim's prompt is cached, the prober sees equal steps, computed tokens and blocks."""
     rng = random.Random(seed)
@@ -119,7 +119,7 @@ def hit_rate(
     return got / asked
 
 
-@pytest.mark.parametrize("flood", [1, 2, 5, 9])
+@pytest.mark.parametrize("flood", thinned([5, 1, 2, 9], keep=1))
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_a_flood_leaves_another_tenant_four_fifths_of_its_hits(seed: int, flood: int) -> None:
     solo, beside = hit_rate(flood=0, seed=seed), hit_rate(flood=flood, seed=seed)

@@ -74,7 +74,12 @@ def allowed_by(inputs: SampleInputs | None) -> list[set[int]]:
 
 
 def test_each_step_has_masks_for_its_position(make_loop: MakeLoop) -> None:
+    """Also behind a request whose grammar is refused."""
     loop = make_loop()
+    ask(loop, "bad", regex="[")
+    _, (refused,) = end_of(loop)
+    text = "the regular expression cannot be used: unclosed character class"
+    assert refused == Rejected("bad", "invalid_structured_outputs", "structured_outputs", text)
     ask(loop, "a", choice=[WORD, "other"])
     tokens, ended = end_of(loop)
     assert tokens == ANSWER and ended[0].reason == EndReason.STOPPED
@@ -91,20 +96,6 @@ def test_requests_without_a_grammar_are_not_masked(make_loop: MakeLoop) -> None:
     ask(loop, "a", choice=[WORD])
     end_of(loop, 2)
     assert loop.inputs and all(inputs is not None and len(inputs.handles) <= 1 for inputs in loop.inputs)
-
-
-def test_an_invalid_grammar_is_refused_and_others_continue(make_loop: MakeLoop) -> None:
-    loop = make_loop()
-    ask(loop, "bad", regex="[")
-    _, (refused,) = end_of(loop)
-    assert refused == Rejected(
-        "bad",
-        "invalid_structured_outputs",
-        "structured_outputs",
-        "the regular expression cannot be used: unclosed character class",
-    )
-    ask(loop, "good", choice=[WORD])
-    assert end_of(loop)[0] == ANSWER
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -31,8 +32,7 @@ def copied(driver: Driver) -> list[Record]:
     return msgspec.msgpack.decode(data, type=list[Record])
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("per_token", thinned([0.01, 0.1], keep=1))
+@pytest.mark.parametrize(("per_token", "asynchronous"), thinned(product([0.01, 0.1], [True, False]), keep=1))
 def test_adaptive_drafts_and_grammars_replay(asynchronous: bool, per_token: float) -> None:
     """The numbers of drafts depend on times and acceptance, which the log has."""
     driver = Driver(num_blocks=120, async_scheduling=asynchronous, num_speculative_tokens=4, adaptive=True)
@@ -79,7 +79,7 @@ def changed(record: Record, codec: Codec[Any], edit: Callable[[Any], Any]) -> Re
     return Record(record.kind, record.now, record.client, frames)
 
 
-@pytest.mark.parametrize("position", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("position", thinned([0.5, 0.1, 0.9], keep=1))
 def test_a_different_decision_is_located(position: float) -> None:
     records = copied(random_run(1))
     index = [i for i, r in enumerate(records) if r.kind == RecordKind.PRODUCED][int(position * 50)]
