@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from quire.bench.worker.paged_case import HeadShape
 from quire.bench.worker.record import Bench, free_memory
 from quire.bench.worker.timing import Call
-from quire.kernels.cache.fused_cache_write import fused_cache_write
+from quire.kernels.cache.fused_cache_write import CacheWrite, fused_cache_write
 from quire.kernels.dense.gated_activation import gate
 from quire.kernels.dense.rms_norm import add_rms_norm, rms_norm
 from quire.kernels.sampling.sampling import sample
@@ -44,7 +44,9 @@ def _cache_writes(bench: Bench, num_tokens: int, heads: HeadShape) -> None:
     positions = torch.arange(num_tokens, device=device)
 
     def fused(cache: torch.Tensor) -> torch.Tensor:
-        return fused_cache_write(qkv, heads.num_heads, cache, slots, rotary_table=table, positions=positions)
+        return fused_cache_write(
+            CacheWrite(qkv, heads.num_heads, cache, slots, rotary_table=table, positions=positions)
+        )
 
     bench.measure(f"{name}, rotated", "quire", lambda: _each(fused, caches), moved=2 * qkv.nbytes + table.nbytes)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from quire.bench.worker.timing import Call
 from quire.kernels.cache.fused_cache_write import fused_cache_write
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
+from quire.worker_proc.attention.prologue import cache_write
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.models.decoder import Decoder
 
@@ -27,17 +28,7 @@ class StaticBackend(TritonBackend):
     def attend(
         self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        query = fused_cache_write(
-            qkv,
-            spec.num_heads,
-            kv_cache,
-            plan,
-            q_norm=spec.q_norm,
-            k_norm=spec.k_norm,
-            norm_eps=spec.norm_eps,
-            rotary_table=None if rotary is None else rotary.table,
-            positions=None if rotary is None else rotary.positions,
-        )
+        query = fused_cache_write(cache_write(qkv, kv_cache, plan, spec, rotary))
         keys, values = kv_cache.transpose(2, 3)
         grouped = query.view(len(query), spec.num_kv_heads, -1, spec.head_dim)
         return F.scaled_dot_product_attention(grouped, keys, values, scale=spec.scale).flatten(1, 2)

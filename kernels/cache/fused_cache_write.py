@@ -5,7 +5,7 @@ about six, each of which takes longer to launch than to run.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,39 +28,60 @@ PROGRAM_ELEMENTS = 2048
 """Elements of heads per program: 16 for each of 128 threads, in loads of 16 bytes."""
 
 
-def fused_cache_write_reference(
-    qkv: torch.Tensor,
-    num_heads: int,
-    kv_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    *,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    rotary_table: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    key_out: torch.Tensor | None = None,
-    value_out: torch.Tensor | None = None,
-) -> torch.Tensor:
+class CacheWrite(NamedTuple):
+    """What a layer's cache write takes.
+
+    Attributes:
+        qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
+            (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided.
+        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache_reference``; ``kv_cache`` and ``slot_mapping`` are
+            None for queries alone. For a token with a negative slot, only the cache write is skipped. A kernel cannot
+            raise: a slot past the end of the cache, an error of the caller, is not written either.
+        q_norm, k_norm: ``[head_dim]`` in any of the dtypes above: weights of the RMS norm of each head (``norm_eps`` is
+            added to the mean square). ``k_norm`` may be None for queries alone.
+        rotary_table: ``[2, max_position, rotary_dim]`` in any of the dtypes above: cosines, and sines whose first half
+            is negated; both halves are otherwise equal. Dimension ``i`` is rotated with ``i + rotary_dim / 2``;
+            dimensions from ``rotary_dim`` on stay unchanged. None: no rotation.
+        positions: int64 ``[num_tokens]``. A position outside the table is an error of the caller that cannot be raised
+            here: the token is not rotated.
+        key_out, value_out: contiguous ``[num_tokens, num_kv_heads, head_dim]``, to be filled with keys and values
+            before their conversion to the cache's dtype, for attention over a prompt's own keys; or both None.
+    """
+
+    qkv: torch.Tensor
+    num_heads: int
+    kv_cache: torch.Tensor | None
+    slot_mapping: torch.Tensor | None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    rotary_table: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    key_out: torch.Tensor | None = None
+    value_out: torch.Tensor | None = None
+
+
+def fused_cache_write_reference(given: CacheWrite) -> torch.Tensor:
     """Compute ``fused_cache_write`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
     Raises:
         IndexError: a slot is past the end of the cache, or a position past the end of the table.
     """
+    qkv, num_heads = given.qkv, given.num_heads
     num_kv_heads = (qkv.shape[1] - num_heads) // 2
     query, key, value = qkv.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
     cos_sin = None
-    if rotary_table is not None and positions is not None:
-        cos_sin = rotary_table[:, positions].double().unsqueeze(2)
-    query = _normalised_and_rotated(query, q_norm, norm_eps, cos_sin)
-    key = _normalised_and_rotated(key, k_norm, norm_eps, cos_sin)
-    if key_out is not None and value_out is not None:
-        key_out.copy_(key)
-        value_out.copy_(value)
-    if kv_cache is not None and slot_mapping is not None:
-        write_cache_reference(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+    if given.rotary_table is not None and given.positions is not None:
+        cos_sin = given.rotary_table[:, given.positions].double().unsqueeze(2)
+    query = _normalised_and_rotated(query, given.q_norm, given.norm_eps, cos_sin)
+    key = _normalised_and_rotated(key, given.k_norm, given.norm_eps, cos_sin)
+    if given.key_out is not None and given.value_out is not None:
+        given.key_out.copy_(key)
+        given.value_out.copy_(value)
+    if given.kv_cache is not None and given.slot_mapping is not None:
+        write_cache_reference(key, value, given.kv_cache, given.slot_mapping, given.k_scale, given.v_scale)
     return query
 
 
@@ -79,116 +100,54 @@ def _normalised_and_rotated(
     return exact.to(x.dtype)
 
 
-def fused_cache_write(
-    qkv: torch.Tensor,
-    num_heads: int,
-    kv_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    *,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    rotary_table: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    key_out: torch.Tensor | None = None,
-    value_out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def fused_cache_write(given: CacheWrite) -> torch.Tensor:
     """Normalise and rotate queries and keys, and write keys and values to their slots, with the Triton kernel.
-
-    Args:
-        qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
-            (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided.
-        kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache_reference``; ``kv_cache`` and ``slot_mapping`` are
-            None for queries alone. For a token with a negative slot, only the cache write is skipped. A kernel cannot
-            raise: a slot past the end of the cache, an error of the caller, is not written either.
-        q_norm, k_norm: ``[head_dim]`` in any of the dtypes above: weights of the RMS norm of each head (``norm_eps`` is
-            added to the mean square). ``k_norm`` may be None for queries alone.
-        rotary_table: ``[2, max_position, rotary_dim]`` in any of the dtypes above: cosines, and sines whose first half
-            is negated; both halves are otherwise equal. Dimension ``i`` is rotated with ``i + rotary_dim / 2``;
-            dimensions from ``rotary_dim`` on stay unchanged. None: no rotation.
-        positions: int64 ``[num_tokens]``. A position outside the table is an error of the caller that cannot be raised
-            here: the token is not rotated.
-        key_out, value_out: contiguous ``[num_tokens, num_kv_heads, head_dim]``, to be filled with keys and values
-            before their conversion to the cache's dtype, for attention over a prompt's own keys; or both None.
 
     Returns:
         The queries, ``[num_tokens, num_heads, head_dim]`` in qkv's dtype, contiguous.
 
     Raises:
-        ValueError: a tensor does not have the shape, dtype or device above, or one of a pair is missing.
+        ValueError: a tensor does not have its shape, dtype or device, or one of a pair is missing.
         RuntimeError: Triton cannot launch in this process.
     """
-    write = prepare_cache_write(
-        qkv, num_heads, kv_cache, slot_mapping,
-        q_norm=q_norm, k_norm=k_norm, norm_eps=norm_eps, rotary_table=rotary_table, positions=positions,
-        k_scale=k_scale, v_scale=v_scale, key_out=key_out, value_out=value_out,
-    )  # fmt: skip
-    query = qkv.new_empty(len(qkv), num_heads, qkv.shape[2])
+    write = prepare_cache_write(given)
+    qkv, cache, q_norm, k_norm = given.qkv, given.kv_cache, given.q_norm, given.k_norm
+    query = qkv.new_empty(len(qkv), given.num_heads, qkv.shape[2])
     write(
-        qkv, query, None if kv_cache is None else as_bits(kv_cache), slot_mapping, key_out, value_out, q_norm,
-        k_norm if k_norm is not None else q_norm, rotary_table, positions, k_scale, v_scale,
+        qkv, query, None if cache is None else as_bits(cache), given.slot_mapping, given.key_out, given.value_out,
+        q_norm, k_norm if k_norm is not None else q_norm, given.rotary_table, given.positions, given.k_scale,
+        given.v_scale,
     )  # fmt: skip
     return query
 
 
-def prepare_cache_write(
-    qkv: torch.Tensor,
-    num_heads: int,
-    kv_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    *,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    rotary_table: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    key_out: torch.Tensor | None = None,
-    value_out: torch.Tensor | None = None,
-) -> Callable[..., None]:
+def prepare_cache_write(given: CacheWrite) -> Callable[..., None]:
     """Check the arguments of ``fused_cache_write`` and return their launch, for tensors of the same layouts.
 
     Its arguments: qkv, the queries' tensor, kv_cache (``as_bits``), slot_mapping, key_out, value_out, q_norm, k_norm
     (q_norm if there is none), rotary_table, positions, k_scale, v_scale.
     """
-    tensors = kv_cache, slot_mapping, q_norm, k_norm, rotary_table, positions, k_scale, v_scale, key_out, value_out
-    layouts = (layout_of(qkv), num_heads, norm_eps, *(layout_of(tensor) for tensor in tensors))
-    return _prepare(layouts, qkv, num_heads, norm_eps, *tensors)
+    return _prepare(tuple(layout_of(each) if isinstance(each, torch.Tensor) else each for each in given), given)
 
 
 @once_per_layout
-def _prepare(
-    qkv: torch.Tensor,
-    num_heads: int,
-    norm_eps: float,
-    kv_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor | None,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    rotary_table: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    key_out: torch.Tensor | None,
-    value_out: torch.Tensor | None,
-) -> Callable[..., None]:
+def _prepare(given: CacheWrite) -> Callable[..., None]:
+    qkv, num_heads, kv_cache, slot_mapping, *_ = given
+    rotary_table, k_scale, v_scale = given.rotary_table, given.k_scale, given.v_scale
     num_tokens, num_kv_heads, head_dim = _check_projection(qkv, num_heads, kv_cache, slot_mapping)
     fresh = qkv[:, num_heads : num_heads + num_kv_heads]
     if kv_cache is not None and slot_mapping is not None:
         check_target(fresh, kv_cache, slot_mapping, k_scale, v_scale)
-    _check_norms(q_norm, k_norm, qkv, num_kv_heads)
-    rotary_dim = _check_rotary(rotary_table, positions, qkv)
-    _check_outputs(key_out, value_out, fresh)
+    _check_norms(given.q_norm, given.k_norm, qkv, num_kv_heads)
+    rotary_dim = _check_rotary(rotary_table, given.positions, qkv)
+    _check_outputs(given.key_out, given.value_out, fresh)
     kernel = _kernel(qkv.device)
     if num_tokens == 0:
         return launch_nothing
     constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
     programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
     last = (
-        norm_eps,
+        given.norm_eps,
         num_tokens,
         0 if kv_cache is None else kv_cache.shape[1] * kv_cache.shape[2],
         0 if rotary_table is None else rotary_table.shape[1],

@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels.cache.fused_cache_write import fused_cache_write, fused_cache_write_reference
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.worker_proc.attention.prologue import cache_write
 
 
 def nhd_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -30,20 +31,7 @@ def write_cache(
         The queries, ``[num_tokens, num_heads, head_dim]``, contiguous.
     """
     launch = fused_cache_write if qkv.is_cuda else fused_cache_write_reference
-    has_keys = qkv.shape[1] > spec.num_heads
-    query: torch.Tensor = launch(
-        qkv,
-        spec.num_heads,
-        kv_cache if has_keys else None,
-        slot_mapping if has_keys else None,
-        q_norm=spec.q_norm,
-        k_norm=spec.k_norm,
-        norm_eps=spec.norm_eps,
-        rotary_table=None if rotary is None else rotary.table,
-        positions=None if rotary is None else rotary.positions,
-        k_scale=spec.k_scale if has_keys else None,
-        v_scale=spec.v_scale if has_keys else None,
-    )
+    query: torch.Tensor = launch(cache_write(qkv, kv_cache, slot_mapping, spec, rotary))
     return query.contiguous()
 
 

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.cache.fused_cache_write import CacheWrite
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.rope import rotate
 
@@ -50,6 +51,26 @@ def attend_unfused(
     qk = normalise_and_rotate(qk, spec, rotary)
     key = None if value is None else qk[:, heads:]
     return attention.forward(qk[:, :heads], key, value, kv_cache, plan, spec)
+
+
+def cache_write(
+    qkv: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, spec: AttentionSpec, rotary: Rotary | None
+) -> CacheWrite:
+    """Return what the fused cache write takes of a layer: queries alone write no cache."""
+    has_keys = qkv.shape[1] > spec.num_heads
+    return CacheWrite(
+        qkv,
+        spec.num_heads,
+        kv_cache if has_keys else None,
+        slot_mapping if has_keys else None,
+        spec.q_norm,
+        spec.k_norm,
+        spec.norm_eps,
+        rotary_table=None if rotary is None else rotary.table,
+        positions=None if rotary is None else rotary.positions,
+        k_scale=spec.k_scale if has_keys else None,
+        v_scale=spec.v_scale if has_keys else None,
+    )
 
 
 def scale_heads(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from quire.kernels.common.launches import layout_of
 from quire.kernels.common.triton_runtime import require_launchable
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.layer_launches import LayerLaunches
+from quire.worker_proc.attention.prologue import cache_write
 from quire.worker_proc.attention.supports import Supports
 from quire.worker_proc.attention.triton_decode import DecodeBufferPool, DecodePlan
 from quire.worker_proc.attention.varlen_prefill import can_attend_fresh
@@ -156,21 +157,8 @@ class TritonBackend:
                 k_scale=spec.k_scale,
                 v_scale=spec.v_scale,
             )
-        write = prepare_cache_write(
-            qkv,
-            spec.num_heads,
-            kv_cache if owns_cache else None,
-            batch.slot_mapping if owns_cache else None,
-            q_norm=spec.q_norm,
-            k_norm=spec.k_norm,
-            norm_eps=spec.norm_eps,
-            rotary_table=None if rotary is None else rotary.table,
-            positions=None if rotary is None else rotary.positions,
-            k_scale=spec.k_scale if owns_cache else None,
-            v_scale=spec.v_scale if owns_cache else None,
-            key_out=key,
-            value_out=value,
-        )
+        given = cache_write(qkv, kv_cache, batch.slot_mapping, spec, rotary)
+        write = prepare_cache_write(given._replace(key_out=key, value_out=value))
         return LayerLaunches(batch, rotary, owns_cache, tuple(query.shape), write, attend)
 
     def _is_fresh(self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec) -> bool:

@@ -4,7 +4,6 @@ Sampling inverts the cumulative distribution with one uniform number per token (
 ``quire.kernels.sampling.sampling`` defines it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +19,11 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.device.transfer import Transfer
-from quire.worker_proc.sampling.accept import Accepted
+from quire.worker_proc.sampling.accept import Accepted, Choose
 from quire.worker_proc.sampling.draw import Draw, make_draw
 from quire.worker_proc.sampling.logprobs import token_logprobs
 from quire.worker_proc.sampling.processors import LogitsProcessors
 from quire.worker_proc.sampling.token_masks import TokenMasks
-
-Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps the sampled tokens and their distributions (``Sampler.probabilities``) to the tokens to use."""
 
 
 @dataclass(slots=True)

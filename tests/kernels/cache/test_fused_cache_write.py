@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.cache.cache_write import write_cache_reference
-from quire.kernels.cache.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
+from quire.kernels.cache.fused_cache_write import TOLERANCES, CacheWrite, fused_cache_write, fused_cache_write_reference
 from quire.protocol.model.model_config import RopeConfig
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.prologue import normalise_and_rotate
@@ -34,7 +34,7 @@ def test_reference_equals_separate_operators(rotates: bool, norm: bool, dtype: t
     slots = torch.tensor([0, 9, -1, 3, 5, 15])
     cache, expected_cache = torch.zeros(2, 2, 2, 8, kv_heads, dim, dtype=dtype)
     key, value = torch.empty(2, tokens, kv_heads, dim, dtype=dtype)
-    query = fused_cache_write_reference(qkv, heads, cache, slots, **turn, key_out=key, value_out=value)
+    query = fused_cache_write_reference(CacheWrite(qkv, heads, cache, slots, **turn, key_out=key, value_out=value))
     qk = normalise_and_rotate(qkv[:, : heads + kv_heads], spec, rotary)
     # The separate operators round after the norm and after each product of the rotation.
     looser = {name: 2 * tolerance for name, tolerance in TOLERANCES[dtype].items()}
@@ -47,7 +47,9 @@ def test_reference_equals_separate_operators(rotates: bool, norm: bool, dtype: t
 def test_worked_example_of_partial_rotation() -> None:
     quarter_turn = torch.tensor([[[0.0, 0.0]], [[-1.0, 1.0]]])  # cosines, then sines
     qkv = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    query = fused_cache_write_reference(qkv, 1, None, None, rotary_table=quarter_turn, positions=torch.tensor([0]))
+    query = fused_cache_write_reference(
+        CacheWrite(qkv, 1, None, None, rotary_table=quarter_turn, positions=torch.tensor([0]))
+    )
     assert query.tolist() == [[[-2.0, 1.0, 3.0, 4.0]]]
 
 
@@ -86,4 +88,4 @@ def test_launcher_rejects_wrong_tensors(changed: dict[str, Any], message: str) -
         "slot_mapping": torch.zeros(5, dtype=torch.int64),
     }
     with pytest.raises(ValueError, match=message):
-        fused_cache_write(**(right | changed))
+        fused_cache_write(CacheWrite(**(right | changed)))

@@ -5,51 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from sampling_batch import batch_of, sample_each
 
 from quire.kernels.common.logits import MAX_VOCAB
-from quire.kernels.sampling.sampling import sample, sample_reference
+from quire.kernels.sampling.sampling import sample
 from quire.kernels.sampling.sampling_logprobs import top_logprobs, top_logprobs_reference
 from quire.kernels.sampling.sampling_noise import uniform, uniform_reference
 from quire.kernels.sampling.sampling_stats import row_statistics, row_statistics_reference
-from quire.protocol.request.sampling_params import SamplingParams
 from quire.worker_proc.sampling import noise
-
-ROWS = 64
-
-
-def cpu_samplers(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample rows with one known token each and the seeds 0, 1, ...; return the tokens and their noise."""
-    rows = len(logits)
-    settings = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    _, sampler = batch_of([(row, 1, settings) for row in range(rows)], logits.shape[-1])
-    numbers = noise.uniform(np.arange(rows, dtype=np.uint64), np.ones(rows, np.int32))
-    return sample_each(sampler, logits).tokens, torch.from_numpy(numbers)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "min_p"),
-    [
-        (0.0, 0, 1.0, 0.0),
-        (1.0, 0, 1.0, 0.0),
-        (0.6, 0, 1.0, 0.1),
-        (1.0, 20, 1.0, 0.0),
-        (1.0, 0, 0.9, 0.0),
-        (1.5, 40, 0.95, 0.02),
-        (0.8, 5000, 0.5, 0.3),
-    ],
-)
-@pytest.mark.parametrize("equals", [False, True])
-def test_reference_equals_the_cpu_sampler(
-    temperature: float, top_k: int, top_p: float, min_p: float, equals: bool
-) -> None:
-    logits = torch.randn(ROWS, 1000, generator=torch.Generator().manual_seed(0)) * 3
-    logits = logits.round() if equals else logits
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    tokens, numbers = cpu_samplers(logits, params)
-    columns = [torch.full((ROWS,), value) for value in (temperature, top_k, top_p, min_p)]
-    columns[1] = columns[1].int()
-    assert torch.equal(sample_reference(logits, numbers, *columns), tokens)
 
 
 def test_statistics_of_a_worked_example() -> None:

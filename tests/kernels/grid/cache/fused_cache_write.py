@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.kernels.cache.cache_write import write_cache_reference
-from quire.kernels.cache.fused_cache_write import TOLERANCES, fused_cache_write, fused_cache_write_reference
+from quire.kernels.cache.fused_cache_write import TOLERANCES, CacheWrite, fused_cache_write, fused_cache_write_reference
 from quire.kernels.common.fp8 import FP8_DTYPES, as_bits, to_fp8_reference
 
 NUM_TOKENS = 7
@@ -57,8 +57,8 @@ def check_step(
         for _ in range(4)
     )
     outputs = {"key_out": expected_key, "value_out": expected_value}
-    expected = fused_cache_write_reference(qkv, num_heads, cache.clone(), slots, **turn, **outputs)
-    query = fused_cache_write(qkv, num_heads, cache, slots, **turn, key_out=key, value_out=value)
+    expected = fused_cache_write_reference(CacheWrite(qkv, num_heads, cache.clone(), slots, **turn, **outputs))
+    query = fused_cache_write(CacheWrite(qkv, num_heads, cache, slots, **turn, key_out=key, value_out=value))
     torch.testing.assert_close(query, expected, **tolerance)
     torch.testing.assert_close(key, expected_key, **tolerance)
     assert torch.equal(value, expected_value)
@@ -92,8 +92,8 @@ def test_key_and_value_outputs_are_optional(dtype: torch.dtype, device: torch.de
     qkv, turn = make_step(4, 2, 32, 16, True, dtype, device)
     cache, same_cache = (make_cache(dtype, 2, 32, device) for _ in range(2))
     key, value = torch.empty(2, NUM_TOKENS, 2, 32, dtype=dtype, device=device)
-    query = fused_cache_write(qkv, 4, cache, make_slots(device), **turn, key_out=key, value_out=value)
-    assert torch.equal(fused_cache_write(qkv, 4, same_cache, make_slots(device), **turn), query)
+    query = fused_cache_write(CacheWrite(qkv, 4, cache, make_slots(device), **turn, key_out=key, value_out=value))
+    assert torch.equal(fused_cache_write(CacheWrite(qkv, 4, same_cache, make_slots(device), **turn)), query)
     assert torch.equal(same_cache, cache)
 
 
@@ -123,15 +123,15 @@ def test_float32_table_with_half_precision_activations(dtype: torch.dtype, devic
 def test_queries_alone(dtype: torch.dtype, device: torch.device) -> None:
     qkv, turn = make_step(4, 0, 32, 16, True, dtype, device)
     del turn["k_norm"]
-    expected = fused_cache_write_reference(qkv, 4, None, None, **turn)
-    torch.testing.assert_close(fused_cache_write(qkv, 4, None, None, **turn), expected, **TOLERANCES[dtype])
+    expected = fused_cache_write_reference(CacheWrite(qkv, 4, None, None, **turn))
+    torch.testing.assert_close(fused_cache_write(CacheWrite(qkv, 4, None, None, **turn)), expected, **TOLERANCES[dtype])
 
 
 def test_nan_token_does_not_affect_other_tokens(device: torch.device) -> None:
     qkv, turn = make_step(3, 2, 32, 32, True, torch.float32, device)
     qkv[5] = torch.nan  # padding: it has no slot
     cache = make_cache(torch.float32, 2, 32, device)
-    query = fused_cache_write(qkv, 3, cache, make_slots(device), **turn)
+    query = fused_cache_write(CacheWrite(qkv, 3, cache, make_slots(device), **turn))
     assert query[[0, 1, 2, 3, 4, 6]].isfinite().all()
     assert cache.isfinite().all()
 
@@ -141,7 +141,7 @@ def test_tokens_outside_the_table_or_the_cache_are_skipped(device: torch.device)
     memory = torch.zeros(2, 3, 8, 2, 32, device=device)
     turn["positions"] = torch.tensor([MAX_POSITION, -1, 2**40, 1, 1, 1, 1], device=device)
     slots = torch.tensor([16, 2**40, -(2**40), -1, -1, -1, -1], device=device)
-    query = fused_cache_write(qkv, 3, memory[:, :2], slots, **turn)
+    query = fused_cache_write(CacheWrite(qkv, 3, memory[:, :2], slots, **turn))
     assert torch.equal(query[:3], qkv[:3, :3])
     assert memory.count_nonzero() == 0
 
@@ -152,7 +152,7 @@ def test_offsets_are_64_bits_wide(device: torch.device) -> None:
     cache = torch.zeros(2, 3 * 2**16, 16, 8, 128, dtype=torch.float8_e4m3fn, device=device)
     qkv, _ = make_step(8, 8, 128, 0, False, torch.float16, device)
     slots = cache.shape[1] * 16 - 1 - torch.arange(NUM_TOKENS, device=device)
-    fused_cache_write(qkv, 8, cache, slots)
+    fused_cache_write(CacheWrite(qkv, 8, cache, slots))
     for part, tokens in enumerate((qkv[:, 8:16], qkv[:, 16:24])):
         written = as_bits(cache[part]).flatten(0, 1)[slots]
         assert torch.equal(written, as_bits(to_fp8_reference(tokens.float(), cache.dtype)))
@@ -162,7 +162,7 @@ def test_cache_of_one_layer_among_many(dtype: torch.dtype, device: torch.device)
     qkv = torch.ones(2, 3, 16, dtype=dtype, device=device)
     qkv[:, 2] = 2
     layers = torch.zeros(2, 5, 3, 4, 1, 16, dtype=dtype, device=device)
-    fused_cache_write(qkv, 1, layers[:, 2], torch.tensor([0, 11], device=device))
+    fused_cache_write(CacheWrite(qkv, 1, layers[:, 2], torch.tensor([0, 11], device=device)))
     assert layers[:, [0, 1, 3, 4]].count_nonzero() == 0
     assert layers[0, 2].sum() == 2 * 16 and layers[1, 2].sum() == 2 * 2 * 16
 
@@ -170,5 +170,5 @@ def test_cache_of_one_layer_among_many(dtype: torch.dtype, device: torch.device)
 def test_no_tokens(device: torch.device) -> None:
     qkv, turn = make_step(3, 2, 32, 0, False, torch.float32, device)
     cache = make_cache(torch.float32, 2, 32, device)
-    query = fused_cache_write(qkv[:0], 3, cache, make_slots(device)[:0], **turn)
+    query = fused_cache_write(CacheWrite(qkv[:0], 3, cache, make_slots(device)[:0], **turn))
     assert query.shape == (0, 3, 32)
