@@ -29,13 +29,6 @@ def test_pause_stops_steps_and_loses_no_request() -> None:
         assert driver.answers[f"r{index}"].tokens == expected_tokens([index, 1, 2], 6)
 
 
-def test_abort_while_paused() -> None:
-    driver = busy()
-    driver.control("pause")
-    driver.abort("r0", "r2")
-    assert [driver.answers[r].reason for r in ("r0", "r2")] == [EndReason.ABORTED] * 2
-
-
 def test_statistics_contain_query_and_counters() -> None:
     driver = busy(async_scheduling=True)
     reply = driver.control("statistics")
@@ -85,13 +78,6 @@ def test_client_receives_only_its_own_requests() -> None:
     for client, message in messages.items():
         assert [i.request_id for i in message.introduced] == [f"r{client}"]
         assert message.tokens.tolist() == expected_tokens([client], 1)
-
-
-def test_take_messages_returns_each_message_once() -> None:
-    driver = busy()
-    driver.schedule()
-    driver.execute()
-    assert driver.scheduler.take_messages() == []
 
 
 def test_finish_reasons_are_those_of_openai() -> None:

@@ -1,6 +1,5 @@
 """Draft tokens: rejected ones are subtracted from the progress, and no stream depends on drafts."""
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,23 +31,6 @@ def always(driver: Driver, count: int) -> None:
 def tokens_and_drafts(diffs: list[SchedulerOutput]) -> list[tuple[int, int]]:
     """Return (tokens, drafts) of handle 0 in each step."""
     return [(dict(d.counts).get(0, 1), dict(d.drafts).get(0, 0)) for d in diffs]
-
-
-@pytest.mark.parametrize(("quality", "asynchronous"), thinned(product([0.7, 0.0, 0.3, 1.0], [True, False]), keep=2))
-def test_stream_does_not_depend_on_drafts(asynchronous: bool, quality: float) -> None:
-    driver = drafting(asynchronous, quality)
-    for index in range(4):
-        driver.add(f"r{index}", [index, *PROMPT], max_tokens=20 + index)
-    driver.finish()
-    for index in range(4):
-        assert end_of(driver, f"r{index}") == (EndReason.LENGTH, expected_tokens([index, *PROMPT], 20 + index))
-    statistics = driver.scheduler.statistics()
-    assert statistics.num_draft_tokens == driver.worker.num_accepted_drafts + driver.worker.num_rejected_drafts > 0
-    assert statistics.num_accepted_tokens == driver.worker.num_accepted_drafts
-    by_position = list(statistics.num_accepted_tokens_per_pos.values())
-    assert sum(by_position) == statistics.num_accepted_tokens and by_position == sorted(by_position, reverse=True)
-    assert by_position[0] <= statistics.num_drafts <= statistics.num_draft_tokens
-    assert statistics.generation_tokens == 20 + 21 + 22 + 23
 
 
 def test_accepted_drafts_save_steps_and_arrive_in_one_message() -> None:
@@ -184,20 +166,6 @@ def test_stop_token_among_accepted_drafts_drops_later_tokens(asynchronous: bool)
     assert driver.answers["b"].tokens == expected_tokens([9], 30)
     statistics = driver.scheduler.statistics()
     assert statistics.generation_tokens == 3 + 30
-
-
-@BOTH
-def test_abort_with_drafts_in_flight(asynchronous: bool) -> None:
-    driver = drafting(asynchronous)
-    driver.add("a", PROMPT, max_tokens=30)
-    driver.add("b", [9], max_tokens=12)
-    driver.step(2)
-    driver.schedule()
-    driver.abort("a")
-    driver.finish()
-    assert driver.answers["a"].reason is EndReason.ABORTED
-    assert driver.answers["b"].tokens == expected_tokens([9], 12)
-    assert driver.scheduler.statistics().dropped_tokens > 0
 
 
 def test_request_that_drafts_may_complete_waits_for_the_result() -> None:

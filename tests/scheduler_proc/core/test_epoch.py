@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from log_replay import replay
 from scheduler_driver import Driver, end_of, expected_tokens
 
 from quire.protocol.wire.front_end_messages import EndReason
@@ -157,25 +156,6 @@ def test_old_handles_are_not_reused_while_workers_may_hold_them() -> None:
     driver.add("e", [1], max_tokens=1)
     assert driver.request("e").handle < 4
     driver.finish()
-
-
-@BOTH
-@pytest.mark.parametrize("quality", [0.0, 1.0])
-def test_with_drafts_in_flight(asynchronous: bool, quality: float) -> None:
-    driver = busy(asynchronous, num_speculative_tokens=2)
-    driver.worker.draft_quality = quality
-    driver.schedule()
-    driver.begin_worker_epoch()
-    check_all(driver)
-
-
-def test_event_log_replays_with_and_without_tokens() -> None:
-    driver = busy()
-    driver.fill()
-    driver.begin_worker_epoch()
-    check_all(driver)
-    assert replay(driver.header, driver.log, check=True) is None
-    assert driver.replay_lines() is None
 
 
 def test_halved_budget_has_room_for_the_longest_whole_prompt() -> None:

@@ -223,45 +223,6 @@ def preempt(driver: Driver, request_id: str) -> None:
     driver.scheduler.check()
 
 
-def test_request_that_is_preempted_after_its_last_step_ends_with_the_result() -> None:
-    driver = pooling_driver(async_scheduling=True)
-    driver.add("a", LONG, pooling=EMBED)
-    driver.add("chat", [1, 2], max_tokens=9)
-    driver.schedule()
-    preempt(driver, "a")
-    driver.schedule()
-    driver.settle()
-    check_ended(driver, "a", rows_of(LONG))
-    driver.finish()
-
-
-def test_preempted_chunks_are_recomputed_and_repeats_are_equal() -> None:
-    driver = pooling_driver(max_num_batched_tokens=8)
-    driver.add("a", LONG, pooling=EACH)
-    driver.step(2)
-    assert len(driver.answers["a"].pooled) == 16
-    driver.hold("a", "remote_kv")
-    driver.release("a")
-    driver.finish()
-    check_ended(driver, "a", rows_of(LONG, each=True))
-    assert driver.scheduler.statistics().num_preemptions == 1
-
-
-@pytest.mark.parametrize("in_flight", [False, True])
-def test_abort_and_lost_workers(in_flight: bool) -> None:
-    driver = pooling_driver(async_scheduling=True, max_num_batched_tokens=8)
-    driver.add("a", LONG, pooling=EACH)
-    driver.add("b", LONG[::-1], pooling=EMBED)
-    driver.schedule()
-    if not in_flight:
-        driver.settle()
-    driver.abort("a")
-    driver.restart_worker()
-    driver.finish()
-    assert driver.answers["a"].reason is EndReason.ABORTED
-    check_ended(driver, "b", rows_of(LONG[::-1]))
-
-
 def test_hidden_states_that_are_not_finite_end_the_request_alone() -> None:
     driver = pooling_driver()
     driver.worker.bad_from["a"] = driver.worker.failed_at["b"] = 0
@@ -291,37 +252,6 @@ def test_bad_hidden_states_of_a_preempted_request_are_retried_once() -> None:
             assert driver.answers["a"].reason is EndReason.ERROR
         else:
             check_ended(driver, "a", rows_of(LONG))
-
-
-def test_reader_of_bad_blocks_is_recomputed() -> None:
-    driver = pooling_driver(async_scheduling=True, max_num_batched_tokens=32)
-    driver.worker.bad_from["a"] = 0
-    driver.add("a", LONG, pooling=EMBED)
-    driver.schedule()
-    driver.add("b", [*LONG, 1], pooling=EMBED)
-    driver.schedule()
-    assert driver.request("b").num_cached_tokens == 20
-    driver.finish()
-    assert driver.answers["a"].reason is EndReason.ERROR
-    check_ended(driver, "b", rows_of([*LONG, 1]))
-    assert driver.scheduler.decisions.preemptions["bad_prefix"] == 1
-
-
-def test_a_request_that_kills_workers_is_the_only_one_that_fails() -> None:
-    driver = pooling_driver(max_num_seqs=4)
-    driver.add("killer", LONG, pooling=EMBED)
-    for number in range(30):
-        driver.add(f"e{number}", [number], pooling=EMBED)
-    while driver.answers["killer"].ended is None:
-        driver.schedule()
-        if any(row.request_id == "killer" for row in driver.scheduler.table.running.values()):
-            driver.restart_worker()
-        else:
-            driver.settle()
-    assert driver.answers["killer"].reason is EndReason.ERROR
-    driver.finish()
-    for number in range(30):
-        check_ended(driver, f"e{number}", rows_of([number]))
 
 
 def with_pooled(change_rows: Callable[[Any], Any]) -> Callable[[ModelRunnerOutput], Any]:

@@ -114,28 +114,6 @@ def test_faults_in_pages_are_detected_and_computed_instead() -> None:
         engine.check_drained()
 
 
-@pytest.mark.parametrize("when", ["sent", "received", "run", "answered"])
-def test_aborts_during_a_load_leave_nothing_behind(when: str) -> None:
-    engine = driver()
-    engine.add("first", PROMPT, max_tokens=4)
-    engine.run()
-    fill_with_others(engine)
-    engine.add("again", PROMPT, max_tokens=4)
-    engine.fill()
-    assert engine.request("again").wait_reason is WaitReason.LOADING
-    if when in ("received", "run", "answered"):
-        engine.execute()
-    if when in ("run", "answered"):
-        assert engine.move()
-    if when == "answered":
-        assert isinstance(engine.deliver(), BlocksMoved)
-    engine.abort("again")
-    engine.finish()
-    engine.settle()
-    engine.check_drained()
-    assert engine.replay_lines() is None
-
-
 @pytest.mark.parametrize(("when", "new_workers"), thinned(product(["sent", "received", "run"], [True, False]), keep=3))
 def test_host_memory_outlives_workers(new_workers: bool, when: str) -> None:
     engine = driver()
@@ -195,20 +173,6 @@ def test_a_reset_reaches_host_memory() -> None:
     engine.add("again", PROMPT, max_tokens=4)
     engine.finish()
     assert engine.answers["again"].num_cached_tokens == 0
-
-
-def test_bad_logits_reach_host_memory() -> None:
-    """A request whose logits are not finite may have written wrong keys and values, which were stored meanwhile."""
-    engine = driver(17, max_model_len=64)
-    engine.worker.bad_from["bad"] = 12
-    engine.add("bad", PROMPT, max_tokens=20)
-    engine.add("other", [300] * 20, max_tokens=20)
-    engine.finish()
-    keys = {page.key for page in engine.worker.host.pages.values()}
-    assert engine.scheduler.kv.tiers
-    engine.add("again", PROMPT, max_tokens=4)
-    engine.finish()
-    assert keys is not None and engine.answers["again"].tokens == expected_tokens(PROMPT, 4)
 
 
 @pytest.mark.parametrize("ends", ["result", "epoch"])

@@ -54,18 +54,6 @@ def test_a_pool_without_a_usable_block_is_refused(num_blocks: int) -> None:
         BlockPool(num_blocks, enable_caching=True)
 
 
-def test_a_block_is_free_after_its_last_holder_frees_it() -> None:
-    pool = pool_of()
-    block = pool.get_new_blocks(1)
-    pool.touch(block)
-    pool.check([block, block])
-    pool.free_blocks(block)
-    assert pool.num_free_blocks == 5
-    pool.free_blocks(block)
-    assert pool.num_free_blocks == 6
-    pool.check([])
-
-
 def test_freeing_a_block_that_is_not_held_is_refused() -> None:
     pool = pool_of()
     (block,) = pool.get_new_blocks(1)
@@ -76,38 +64,6 @@ def test_freeing_a_block_that_is_not_held_is_refused() -> None:
     (again,) = pool.get_new_blocks(1)
     with pytest.raises(ValueError, match="freed but not held"):
         pool.free_blocks([again, again])
-
-
-def test_uncached_blocks_are_reused_first_and_cached_ones_last() -> None:
-    pool = pool_of(6)
-    blocks = pool.get_new_blocks(4)
-    pool.cache_full_blocks([blocks[0]], [b"a"])
-    pool.cache_full_blocks([blocks[1]], [b"b"])
-    pool.free_blocks(reversed(blocks))
-    # Uncached 4 and 3, then the never used ones, then the cached ones: the end of a prefix before its start.
-    assert ids(pool.get_new_blocks(6)) == [4, 3, 5, 6, 2, 1]
-
-
-def test_a_hit_on_a_free_block_keeps_its_content() -> None:
-    pool = pool_of()
-    (block,) = pool.get_new_blocks(1)
-    pool.cache_full_blocks([block], [b"a"])
-    pool.free_blocks([block])
-    found = pool.get_cached_block(b"a")
-    assert found is block
-    pool.touch([block])
-    assert block.ref_cnt == 1 and pool.num_free_blocks == 5
-    assert block not in pool.get_new_blocks(5)
-    assert pool.get_cached_block(b"a") is block
-
-
-def test_a_reallocated_block_is_no_longer_found() -> None:
-    pool = pool_of(1)
-    pool.cache_full_blocks([pool.get_new_blocks(1)[0]], [b"a"])
-    pool.free_blocks([pool.blocks[1]])
-    assert pool.get_new_blocks(1)[0].block_hash is None
-    assert pool.get_cached_block(b"a") is None
-    pool.check()
 
 
 def test_a_duplicate_is_found_after_the_first_block_is_evicted() -> None:

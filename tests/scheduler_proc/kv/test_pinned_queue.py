@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 from free_queue_model import Case
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kv_cases import CacheCase, full, layout_of, sliding, step
 from tiers import thinned
 
@@ -30,15 +28,6 @@ def test_random_operations_match_the_model(seed: int, make: Callable[..., BlockP
     """The order of reuse, the pins and the counts, after each step. A fair pool with one tenant is the same."""
     case = Case(random.Random(seed).randint, make)
     for _ in range(120):
-        case.step()
-
-
-@pytest.mark.full
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_any_operations_match_the_model(data: st.DataObject) -> None:
-    case = Case(lambda low, high: data.draw(st.integers(low, high)))
-    for _ in range(data.draw(st.integers(1, 40))):
         case.step()
 
 

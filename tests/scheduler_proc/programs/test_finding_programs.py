@@ -6,8 +6,6 @@ from itertools import count
 
 import pytest
 from fake_adapters import adapter_ref
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scheduler_driver import Driver
 
 from quire.protocol.wire.front_end_messages import EndReason
@@ -324,27 +322,3 @@ def test_a_prefix_of_many_programs_identifies_none_even_when_most_are_forgotten(
     assert turns.find("s" * 30 + "a" * 9) is None, "its first prompt is shorter than the common prefix"
     turns.add(programs[0], "s" * 30 + "a" * 9)
     assert turns.find("s" * 30 + "a" * 9 + "b") is programs[0]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32))
-def test_anchors_stay_consistent(seed: int) -> None:
-    rng = random.Random(seed)
-    matcher, live = Matcher(BLOCK), []
-    for number in range(1, 60):
-        depth = rng.randrange(0, 30)
-        path = bytes(rng.randrange(2) if at > depth // 2 else 0 for at in range(depth))
-        hashes = [path[: at + 1] for at in range(depth)]  # chained: equal hashes mean equal prefixes
-        program = matcher.find(0, hashes, len(hashes) * BLOCK)
-        if program is None:
-            program = Program(number, 0, "", 0.0)
-            live.append(program)
-        matcher.arrived(program, hashes, len(hashes) * BLOCK)
-        if rng.random() < 0.7:
-            matcher.ended(program, [*hashes, path + b"\2"])
-        if live and rng.random() < 0.2:
-            matcher.forget(live.pop(rng.randrange(len(live))))
-        matcher.check()
-    for program in live:
-        matcher.forget(program)
-    assert matcher.find(0, [bytes(at + 1) for at in range(60)], 240) is None

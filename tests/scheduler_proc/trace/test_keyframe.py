@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import zmq
 from keyframed_runs import dump_of, keyframe_of, long_lived, tails
-from kv_cases import full, layout_of, sliding
 from lines_in_memory import numbered, record_log
 from log_replay import replay
 from loop_under_test import LoopUnderTest
 from scheduler_driver import Driver, change, make_config, make_request
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import KVGroup
 from quire.protocol.process.child import Command
 from quire.protocol.wire.front_end_messages import StepOutputs
 from quire.replay.recorded.exact import replay_lines
@@ -40,35 +38,6 @@ def as_file(driver: Driver, records: list[Record]) -> list[AnyLine]:
     return [decode_line(encode_line(line)) for line in record_log(driver.header, records)]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize(
-    "groups",
-    [
-        [full()],
-        [full(), sliding(6)],
-        [sliding(6), full(8)],
-    ],
-    ids=lambda groups: "+".join(group.kind for group in groups),
-)
-def test_cached_contents_are_found_after_a_restore(groups: list[KVGroup], policy: str) -> None:
-    """Contents cached before the keyframe are hit, and evicted after it in the same order."""
-    driver = Driver(num_blocks=90, layout=layout_of(*groups), scheduling_policy=policy, async_scheduling=True)
-    prompts = [[*range(start, start + 24), start] for start in range(12)]
-    for round_, starts in enumerate(([0, 1, 2, 3, 1], [0, 1, 2, 3, *range(4, 12), 5])):
-        for index, prompt in enumerate(prompts[start] for start in starts):
-            driver.add(f"{round_}-{index}", prompt, max_tokens=8, priority=index % 2)
-        driver.run()
-        if round_ == 0:
-            keyframe_of(driver)
-    (records,) = tails(driver)
-    assert replay(driver.header, records, check=True) is None
-    lines = as_file(driver, records)
-    assert replay_lines(numbered(lines), check=True) is None
-    hits = [line.local_hit_tokens for line in lines if isinstance(line, PrefixCacheEvent)]
-    assert max(hits[:4]) >= 16 and driver.scheduler.statistics().num_evicted_blocks > 0
-
-
 def test_lookup_order_of_duplicates_is_restored() -> None:
     """The duplicate that is hit leaves its own position in the queue."""
     driver = Driver(num_blocks=20, async_scheduling=True)
@@ -87,20 +56,6 @@ def test_lookup_order_of_duplicates_is_restored() -> None:
     other = change(keyframe, snapshot=change(keyframe.snapshot, pools=pools))
     assert replay_lines(numbered([header, keyframe, *lines])) is None
     assert replay_lines(numbered([header, other, *lines])) is not None
-
-
-def test_owners_of_host_pages_are_restored() -> None:
-    """Pages are evicted from the tenant that has the most, also after the restore."""
-    driver = Driver(61, num_host_pages=129, num_tenants=2)
-    requests = [(1, at) for at in range(10)] + [(2, at) for at in range(8)]
-    for tenant, at in [*requests, *[(2, at) for at in range(8, 16)], (1, 5)]:
-        if (tenant, at) == (2, 8):
-            driver.settle()
-            keyframe_of(driver)
-        driver.add(f"{tenant}-{at}-{len(driver.answers)}", [100 * tenant + at] * 41, max_tokens=2, tenant=tenant)
-        driver.run()
-    (records,) = tails(driver)
-    assert replay(driver.header, records, check=True) is None
 
 
 # ---- the ring
