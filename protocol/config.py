@@ -5,6 +5,7 @@ import hashlib
 import msgspec
 
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.routing import RoutingConfig, RoutingPolicy
 from quire.protocol.settings import EngineSettings
 
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
@@ -154,6 +155,13 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     def uses_programs(self) -> bool:
         """Whether the scheduler must know which requests belong to one program."""
         return self.scheduling_policy in ("program", "continuum")
+
+    def routing(self, policy: RoutingPolicy, trace: str) -> RoutingConfig:
+        """Return the configuration of the router of engines with this one."""
+        max_loras = self.max_loras if self.enable_lora else 0
+        return RoutingConfig(
+            policy=policy, trace=trace, num_tenants=self.num_tenants, max_loras=max_loras, version=self.version
+        )
 
     @property
     def digest(self) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from quire.protocol.errors import EngineError
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.codec import ProtocolError
-from quire.protocol.wire.front_end_messages import Control, Statistics, TenantService
-from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Refused, Welcome
+from quire.protocol.wire.front_end_messages import Control, Statistics
+from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
 
 ROLE = "router"
 
@@ -52,11 +52,11 @@ class EngineLink:
             self.close()
         return None
 
-    def send_service(self, served: list[tuple[int, int]]) -> None:
-        """Send what tenants got from other engines. Without effect on a broken link."""
+    def send(self, message: Message) -> None:
+        """Send a message. Without effect on a broken link."""
         try:
             if self._channel is not None and self._is_welcome:
-                self._channel.send(TenantService(served))
+                self._channel.send(message)
         except EngineError:
             self.close()
 

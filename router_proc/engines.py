@@ -85,7 +85,7 @@ class KnownEngine:
             self.pace.update(newest)
             # Only a bound against damage or malice: an engine that reports ever more blocks would otherwise fill the
             # router's memory.
-            pools = newest.num_usable_blocks + sum(tier.num_pages for tier in newest.tiers)
+            pools = newest.num_usable_blocks + newest.num_pages
             self._max_blocks = 2 * pools + SLACK_BLOCKS
         return newest
 
@@ -161,7 +161,7 @@ class KnownEngines:
             if statistics is not None and self._config.num_tenants > 1:
                 self._tenants.report(number, dict(statistics.tenant_service))
                 if served := self._tenants.take(number):
-                    engine.link.send_service(served)
+                    engine.link.send(served)
         engines = list(self._engines.values())
         for engine, pace in zip(engines, compare([engine.pace for engine in engines]), strict=True):
             engine.report(pace)

@@ -37,13 +37,8 @@ def engine_config(
 
 
 def router_config(config: EngineConfig, options: ServeOptions) -> RoutingConfig:
-    return RoutingConfig(
-        policy=options.routing,
-        trace=_numbered(config.trace, "router").removesuffix(".zst"),  # the router's trace is not compressed
-        num_tenants=config.num_tenants,
-        max_loras=config.max_loras if config.enable_lora else 0,
-        version=config.version,
-    )
+    trace = _numbered(config.trace, "router").removesuffix(".zst")  # the router's trace is not compressed
+    return config.routing(options.routing, trace)
 
 
 def kv_endpoint(endpoint: str, engine: int) -> str:

@@ -222,7 +222,7 @@ class LLM(PoolingMethods):
 
     def statistics(self) -> EngineStatistics:
         """Return counters since the start, and current gauges."""
-        return EngineStatistics.of(self._calls.ask(Control("statistics", 1)))
+        return EngineStatistics(self._calls.ask(Control("statistics", 1)).counts())
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes; return False if requests hold blocks, without dropping any."""

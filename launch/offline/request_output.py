@@ -10,7 +10,6 @@ from quire.frontend.engine.routed_experts import by_layer
 from quire.frontend.text.logprob import Logprob, logprob_by_id
 from quire.frontend.text.text_out import TokenTexts
 from quire.protocol.model.model_config import MoeConfig
-from quire.protocol.wire.front_end_messages import Statistics
 from quire.protocol.wire.timeline import TimelineEvent
 
 
@@ -75,28 +74,7 @@ def append_delta(output: CompletionOutput, delta: OutputDelta, texts: TokenTexts
 
 
 class EngineStatistics(dict[str, int]):
-    """The scheduler's counters and gauges, as keys and as attributes: the fields of the Statistics message.
-
-    A counter by reason has one key for each reason, such as ``waiting_by_reason_kv_blocks``, and one of a tier has the
-    tier's name in front, such as ``host_num_loaded``. Histograms and times are left out.
-    """
-
-    @classmethod
-    def of(cls, message: Statistics) -> "EngineStatistics":
-        flat = cls()
-        for name in message.__struct_fields__:
-            value = getattr(message, name)
-            if isinstance(value, dict):
-                flat |= {f"{name}_{reason}": count for reason, count in value.items() if isinstance(count, int)}
-            elif isinstance(value, int) and name != "query":
-                flat[name] = int(value)
-        for tier in message.tiers:
-            counts = {name: getattr(tier, name) for name in tier.__struct_fields__}
-            flat |= {f"{tier.name}_{name}": count for name, count in counts.items() if isinstance(count, int)}
-        if message.programs is not None:
-            flat |= {f"turns_{found_by}": count for found_by, count in message.programs.turns.items()}
-            flat["num_programs"] = message.programs.num_known
-        return flat
+    """The scheduler's counters and gauges, as keys and as attributes: ``Statistics.counts``."""
 
     def __getattr__(self, name: str) -> int:
         try:

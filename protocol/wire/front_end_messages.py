@@ -371,6 +371,32 @@ class Statistics(Message, frozen=True, tag=22):
     num_invalid_draft_tokens: int = 0
     """Draft tokens that a grammar forbids, and those after them."""
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of all tiers together."""
+        return sum(tier.num_pages for tier in self.tiers)
+
+    def counts(self) -> dict[str, int]:
+        """Return the whole numbers by name, for a caller in Python.
+
+        A counter by reason has one key for each reason, such as ``waiting_by_reason_kv_blocks``, and one of a tier has
+        the tier's name in front, such as ``host_num_loaded``. Histograms and times are left out.
+        """
+        found: dict[str, int] = {}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                found |= {f"{name}_{reason}": count for reason, count in value.items() if isinstance(count, int)}
+            elif isinstance(value, int) and name != "query":
+                found[name] = int(value)
+        for tier in self.tiers:
+            numbers = {name: getattr(tier, name) for name in tier.__struct_fields__}
+            found |= {f"{tier.name}_{name}": count for name, count in numbers.items() if isinstance(count, int)}
+        if self.programs is not None:
+            found |= {f"turns_{found_by}": count for found_by, count in self.programs.turns.items()}
+            found["num_programs"] = self.programs.num_known
+        return found
+
 
 class EngineState(Message, frozen=True, tag=23):
     """``kind``: loading, ready, recovering, draining, failed. ``pause``: empty, pause or pause_new, as in Control."""

@@ -8,6 +8,9 @@ from typing import TypeAlias
 
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 
+ClientJob: TypeAlias = tuple[int, str]
+"""A job of a tenant, and its id."""
+
 
 class Route(Message, frozen=True, tag=60):
     """Ask which engine is to get a request.
@@ -30,6 +33,10 @@ class Route(Message, frozen=True, tag=60):
     tenant: int = 0
     adapter: bytes = b""
     excluded: list[int] = []
+
+    @property
+    def job(self) -> ClientJob:
+        return self.tenant, self.job_id
 
 
 class Routed(Message, frozen=True, tag=61):
@@ -72,6 +79,10 @@ class Placed(Message, frozen=True, tag=63):
     job_id: str = ""
     tenant: int = 0
     has_started: bool = False
+
+    @property
+    def job(self) -> ClientJob:
+        return self.tenant, self.job_id
 
 
 FrontEndToRouter: TypeAlias = Hello | Heartbeat | Route | Progress | Placed

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from quire.protocol.routing import EnginePlace, RoutingConfig
+from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.kv_events import AllBlocksCleared
 from quire.protocol.wire.router_messages import Progress, Route
 from quire.replay.run.run_record import StepColumns
@@ -41,8 +41,7 @@ class RouterChoice:
         """
         assert setup.routing != "vllm"
         self.reasons = Counter[str]()
-        max_loras = setup.config.max_loras if setup.config.enable_lora else 0
-        self._router = Router(RoutingConfig(policy=setup.routing, max_loras=max_loras))
+        self._router = Router(setup.config.routing(setup.routing, ""))
         self._recorders = recorders
         self._setup = setup
         self._group = counted_group(setup.layout)

@@ -36,6 +36,10 @@ class CachedPrefix(NamedTuple):
     num_host: int = 0
     num_disk: int = 0
 
+    def elsewhere(self, size: int) -> tuple[int, int]:
+        """Return the tokens that are only on each of these media. ``size``: tokens of a block."""
+        return self.num_host * size, self.num_disk * size
+
 
 NO_HIT = CachedPrefix(0)
 

@@ -6,7 +6,7 @@ from typing import assert_never
 from quire.protocol.process.router_figures import RouterFigures
 from quire.protocol.routing import KEY_BYTES, EnginePlace, RoutingConfig
 from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
-from quire.protocol.wire.router_messages import Placed, Progress, Route, Routed
+from quire.protocol.wire.router_messages import ClientJob, Placed, Progress, Route, Routed
 from quire.router_proc.core.choice import Option, RoutingQuestion, choose, set_paces
 from quire.router_proc.core.events import (
     CacheChanged,
@@ -21,9 +21,6 @@ from quire.router_proc.core.load import EngineLoad, Placement, Ticket
 
 MAX_JOBS = 65_536
 """Jobs whose last engine is remembered, those with the newest requests."""
-
-Job = tuple[int, str]
-"""(tenant, job id)."""
 
 
 class Router:
@@ -41,7 +38,7 @@ class Router:
         self._accepting: list[int] = []
         """Engines that serve, by number."""
         self._placements: dict[Ticket, Placement] = {}
-        self._jobs: OrderedDict[Job, int] = OrderedDict()
+        self._jobs: OrderedDict[ClientJob, int] = OrderedDict()
         self._num_choices = 0
         self._choices: Counter[tuple[int, str]] = Counter()
         self._messages: list[tuple[int, Routed]] = []
@@ -82,7 +79,7 @@ class Router:
     # ---- requests
 
     def _route(self, route: Route, client: int) -> Routed:
-        ticket, job = (client, route.ticket), (route.tenant, route.job_id)
+        ticket, job = (client, route.ticket), route.job
         self._remove(ticket)
         # A front end that asks once more, because an engine has died, replaces its earlier question.
         options = self._options(route)
@@ -120,7 +117,7 @@ class Router:
             if load.num_waiting:
                 num_blocks = load.num_expected(route.keys, num_blocks * keys_per_block) // keys_per_block
             size = self._places[engine].block_size * keys_per_block
-            options.append(Option(engine, load, num_blocks * size, hit.num_host * size, hit.num_disk * size))
+            options.append(Option(engine, load, num_blocks * size, *hit.elsewhere(size)))
         return options
 
     def _hits(self, raw: bytes, engines: list[int]) -> dict[int, CachedPrefix]:
@@ -141,7 +138,7 @@ class Router:
         # known.
         if placed.engine in self._loads:
             placement = Placement(placed.engine, placed.num_tokens, has_started=placed.has_started)
-            self._add(ticket, placement, (placed.tenant, placed.job_id), b"")
+            self._add(ticket, placement, placed.job, b"")
 
     def _progress(self, progress: Progress, client: int) -> None:
         """Tickets that are not known belong to an engine that was replaced, or to none yet."""
@@ -152,7 +149,7 @@ class Router:
         for number in progress.ended:
             self._remove((client, number))
 
-    def _add(self, ticket: Ticket, placement: Placement, job: Job, keys: bytes) -> None:
+    def _add(self, ticket: Ticket, placement: Placement, job: ClientJob, keys: bytes) -> None:
         load = self._loads[placement.engine]
         self._placements[ticket] = placement
         load.add(ticket, placement, keys)

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from quire.protocol.wire.front_end_messages import TenantService
+
 
 class TenantBook:
     """Remembers the service that each engine reported last, and what each was not yet sent of the others'."""
@@ -27,10 +29,11 @@ class TenantBook:
             if other != engine:
                 self._due[other].update(added)
 
-    def take(self, engine: int) -> list[tuple[int, int]]:
-        """Return the service by other engines since the last call, as (tenant, tokens), for one that has reported."""
+    def take(self, engine: int) -> TenantService | None:
+        """Return the service by other engines since the last call, if there is any, for one that has reported."""
         due, self._due[engine] = self._due[engine], Counter()
-        return sorted((tenant, tokens) for tenant, tokens in due.items() if tokens)
+        served = sorted((tenant, tokens) for tenant, tokens in due.items() if tokens)
+        return TenantService(served) if served else None
 
     def forget(self, engine: int) -> None:
         """Forget an engine that has ended; its replacement counts from 0."""

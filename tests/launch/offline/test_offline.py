@@ -98,9 +98,9 @@ def test_programs_of_the_offline_api(tiny: tuple[Path, Any]) -> None:
 
 def test_statistics_are_flat() -> None:
     histogram = Histogram([1.0], [2, 3], 9.5)
-    flat = EngineStatistics.of(
-        Statistics(7, num_waiting=3, waiting_by_reason={"capacity": 2, "grammar": 1}, kv_block_lifetime=histogram)
-    )
+    waiting = {"capacity": 2, "grammar": 1}
+    sent = Statistics(7, num_waiting=3, waiting_by_reason=waiting, kv_block_lifetime=histogram)
+    flat = EngineStatistics(sent.counts())
     assert (flat.num_waiting, flat.waiting_by_reason_capacity, flat["waiting_by_reason_grammar"]) == (3, 2, 1)
     assert flat.get("waiting_by_reason_budget", 0) == flat.num_evicted_blocks == 0
     assert not {"query", "waiting_by_reason", "preemptions_by_reason", "kv_block_lifetime"} & set(flat)
