@@ -33,7 +33,7 @@ class Oracle:
 
     name, needs_host_lengths, supports = "oracle", True, Supports()
     config = SimpleNamespace(num_layers=0, pooling=None)
-    build = SimpleNamespace(adapters=None, routes=None)
+    build = SimpleNamespace(additions=None, routes=None)
 
     def __init__(self, vocab_size: int, sizes: list[int]) -> None:
         self._vocab_size, self._sizes = vocab_size, sizes

@@ -10,14 +10,14 @@ from sim_world import World
 from quire.frontend.sessions.open_session import Piece
 
 SLICE = range(42)
-THIN = (4, 5, 8, 12, 13, 14, 16, 21)
-"""Small ones, with all that is drawn for some seeds only: beams, adapters, pooling, programs, forks, disks."""
+THIN = (1, 4, 5, 8, 12, 13, 14, 16, 21)
+"""Small ones, with all that is drawn for some seeds only: beams, adapters, pooling, programs, forks, disks, the real runner."""
 AT_LEAST = 1000
 
 
 def seldom_real(world: World) -> None:
     """Use the real runner in one seed of nine, since its steps take four times as long."""
-    world.shape = replace(world.shape, real_runner=world.shape.real_runner and world.scenario.seed % 3 == 0)
+    world.shape = replace(world.shape, real_runner=world.shape.real_runner and world.scenario.seed % 3 == 1)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_the_slice_finds_sessions_that_lose_their_last_token(monkeypatch: pytest
 
 
 def test_some_seeds_have_the_real_runner() -> None:
-    assert any(shape_of(seed).real_runner for seed in SLICE if seed % 3 == 0)
+    assert any(shape_of(seed).real_runner for seed in SLICE if seed % 3 == 1)
 
 
 def test_some_seeds_have_a_disk_alone_and_behind_host_memory() -> None:
