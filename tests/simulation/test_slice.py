@@ -11,7 +11,7 @@ from quire.frontend.sessions.open_session import Piece
 
 SLICE = range(42)
 THIN = (1, 4, 5, 8, 12, 13, 14, 16, 21)
-"""Small ones, with all that is drawn for some seeds only: beams, adapters, pooling, programs, forks, disks, the real runner."""
+"""Small ones, with what only some seeds have: beams, adapters, pooling, programs, forks, disks, the real runner."""
 AT_LEAST = 1000
 
 
