@@ -11,8 +11,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.frontend.engine.engine_client import EngineClient, Sequence, Update
+from quire.frontend.engine.client import EngineClient
+from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
+from quire.frontend.engine.update import Update
 from quire.frontend.text.prompts import Prompt, check_volume, fit_params, tokenize_bad_words
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TextOut
@@ -109,7 +111,7 @@ class Answer:
         "_only_engine_ends", "_prompt_logprobs_due", "_routed", "_text_out", "sequence",
     )  # fmt: skip
 
-    def __init__(self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
+    def __init__(self, sequence: Stream, text_in: TextIn, prompt: Prompt, params: SamplingParams) -> None:
         self.sequence = sequence
         self._new_text_out = partial(
             TextOut,
@@ -254,7 +256,7 @@ def _timeline(update: Update, finish_reason: str | None, num_output_tokens: int)
 class ForkPoint:
     """The first ``num_tokens`` output tokens of a sequence in flight."""
 
-    sequence: Sequence
+    sequence: Stream
     num_tokens: int
 
 
@@ -264,7 +266,7 @@ class StreamedAnswer(Answer):
     __slots__ = ("_prompt_only", "_take")
 
     def __init__(
-        self, sequence: Sequence, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
+        self, sequence: Stream, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
     ) -> None:
         """``prompt_only``: the deltas contain nothing of the answer."""
         super().__init__(sequence, text_in, prompt, params)
@@ -275,7 +277,7 @@ class StreamedAnswer(Answer):
         """Return the delta since the last call, or None; not to be called after the one with a finish reason.
 
         Raises:
-            InvalidRequest, EngineError: as ``Sequence.take``.
+            InvalidRequest, EngineError: as ``Stream.take``.
         """
         update = self._take()
         if update is None:
@@ -289,7 +291,7 @@ class StreamedAnswer(Answer):
 
 
 def engines_of(answers: ListLike[StreamedAnswer]) -> str:
-    """Return ``Sequence.engines`` of the answers, each text once."""
+    """Return ``Stream.engines`` of the answers, each text once."""
     return "; ".join(dict.fromkeys(answer.sequence.engines for answer in answers))
 
 

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import zmq.asyncio
 
-from quire.frontend.engine.engine_client import Sequence
 from quire.frontend.engine.scheduler_link import Readers, SchedulerLink
 from quire.frontend.engine.streams import Stream
 from quire.protocol.errors import InvalidRequest
@@ -22,8 +21,13 @@ from quire.protocol.wire.link_messages import Message
 HEARTBEAT_S = 1.0
 
 
-class SubmittingClient(ABC):
-    """The part of ``engine_client.EngineClient`` that is the same for one engine and several. Owns the sockets."""
+class EngineClient(ABC):
+    """The engine, or several, for one front end: HTTP is written against this. Owns the sockets.
+
+    Attributes:
+        max_model_len: maximum number of tokens of a request, prompt and answer together.
+        vocab_size: vocabulary size of the model's output; every token id must be below it.
+    """
 
     def __init__(self, max_model_len: int, vocab_size: int) -> None:
         self.max_model_len = max_model_len
@@ -42,52 +46,104 @@ class SubmittingClient(ABC):
 
     @property
     @abstractmethod
+    def places(self) -> list[EnginePlace]:
+        """The engines of a server with several, with the reason for each that cannot compute requests now; empty for
+        one engine alone."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """loading, ready, recovering, draining or failed."""
+
+    @property
+    @abstractmethod
+    def pause_kind(self) -> str:
+        """Which pause an operator has set: pause, pause_new or empty, as in Control."""
+
+    @property
+    @abstractmethod
+    def seconds_without_progress(self) -> float:
+        """Seconds since the last token while an answer is in flight and no pause is set, or since a recovery began."""
+
+    @property
+    @abstractmethod
     def is_full(self) -> bool:
         """Whether no scheduler keeps up with the messages."""
-
-    @abstractmethod
-    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> Stream:
-        """Submit a request; ``parent``: as of ``Session.add``."""
-
-    async def add(
-        self, request: AddRequest, on_update: Callable[[], None], *, parent: Sequence | None = None, num_shared: int = 0
-    ) -> Stream:
-        if self.is_full:
-            raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
-        root = parent if isinstance(parent, Stream) else None
-        if root is not None and num_shared:
-            shared = np.array(root.tokens[:num_shared], np.int32)
-            request = msgspec.structs.replace(request, output_token_ids=shared)
-        return await self.submit(request, on_update, root)
 
     @property
     @abstractmethod
     def requests(self) -> Iterable[AddRequest]:
         """The requests in flight, those that wait for an engine included."""
 
+    async def add(
+        self, request: AddRequest, on_update: Callable[[], None], *, parent: Stream | None = None, num_shared: int = 0
+    ) -> Stream:
+        """Submit one sequence; its parameters have ``n = 1``, no stop strings and a ``max_tokens``.
+
+        Args:
+            on_update: called on the event loop when there is an update or an error to take: once per step for all
+                sequences that have the same callback. It must not raise.
+            parent: a sequence with the same prompt, which is then neither sent nor computed a second time.
+            num_shared: output tokens of ``parent`` that the sequence begins with; its first update has them.
+
+        Raises:
+            InvalidRequest: refused; ``Stream.take`` may raise it too.
+            EngineError: the engine has failed.
+        """
+        if self.is_full:
+            raise InvalidRequest("the engine is overloaded: retry later", None, "queue_full")
+        if parent is not None and num_shared:
+            shared = np.array(parent.tokens[:num_shared], np.int32)
+            request = msgspec.structs.replace(request, output_token_ids=shared)
+        return await self.submit(request, on_update, parent)
+
+    @abstractmethod
+    async def submit(self, request: AddRequest, on_update: Callable[[], None], parent: Stream | None) -> Stream:
+        """Submit a request; ``parent``: as of ``Session.add``."""
+
+    @abstractmethod
+    async def statistics_by_engine(self) -> dict[int, Statistics]:
+        """Return the current counters and gauges of each engine that answers; one engine alone has the number 0.
+
+        An engine that has not been ready is left out.
+
+        Raises:
+            EngineError: the engine has failed.
+        """
+
     @abstractmethod
     async def answer(self, question: Callable[[int], Message]) -> Statistics:
-        """Return the answer to a question, as ``ask``, of the engines alone."""
+        """Send the message that ``question`` returns for a query number, and return its answer. There is none while
+        the scheduler is dead or loading.
+
+        Raises:
+            EngineError: the engine has failed.
+        """
 
     async def control(self, kind: str) -> Statistics:
+        """Send a Control of this kind and return its answer, as ``answer``."""
         return await self.answer(partial(Control, kind))
 
     async def ask(self, question: Callable[[int], Message], about: Callable[[AddRequest], bool]) -> Statistics:
+        """As ``answer``, with ``done`` false while a request is left for which ``about`` returns True."""
         found = await self.answer(question)
         return msgspec.structs.replace(found, done=found.done and not any(map(about, self.requests)))
 
 
-class ZmqEngineClient(SubmittingClient):
-    """Implements ``engine_client.EngineClient`` for one engine."""
+class ZmqEngineClient(EngineClient):
+    """The client of one engine."""
 
     def __init__(self, directory: Path, max_model_len: int, vocab_size: int, index: int = 0) -> None:
         super().__init__(max_model_len, vocab_size)
-        self.places: list[EnginePlace] = []
         self._link = SchedulerLink(self._context, directory, index, Readers(), on_change=self._note)
         self._session = self._link.session
         self._beating: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def places(self) -> list[EnginePlace]:
+        return []
 
     @property
     def state(self) -> str:

@@ -12,7 +12,7 @@ import msgspec
 import zmq.asyncio
 
 from quire.frontend.engine.block_keys import BlockKeys
-from quire.frontend.engine.client import SubmittingClient, beat_each_second
+from quire.frontend.engine.client import EngineClient, beat_each_second
 from quire.frontend.engine.engine_set import EngineSet
 from quire.frontend.engine.merge import merge_statistics
 from quire.frontend.engine.router_link import RouterLink
@@ -93,8 +93,8 @@ class Links:
         return {engine: answer for engine, answer in found if isinstance(answer, Statistics)}
 
 
-class SeveralEnginesClient(SubmittingClient):
-    """Implements ``engine_client.EngineClient`` for a server with several engines."""
+class SeveralEnginesClient(EngineClient):
+    """The client of a server with several engines."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.new_rows import NewRows
+from quire.frontend.engine.update import Update
 from quire.protocol.errors import EngineError, InvalidRequest, QuireError
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Rejected, StepOutputs
@@ -30,7 +30,7 @@ class StreamOwner(Protocol):
 
 
 class Stream:
-    """One answer in flight: its request, all tokens received, and the unread update. See ``engine_client.Sequence``.
+    """One answer in flight: its request, all tokens received, and the unread update.
 
     Attributes:
         request: the request as first submitted, unless that is a fork.
@@ -99,19 +99,27 @@ class Stream:
             self.on_over(self)
 
     def stop_at(self, num_output_tokens: int) -> None:
+        """End it with this many tokens, because a stop string was found. The caller reads no further."""
         if self._owner is not None:
             self._owner.stop_at(self, num_output_tokens)
 
     def abort(self) -> None:
+        """Abort it. No effect if it has ended."""
         if self._owner is not None:
             self._owner.abort(self)
 
     def calls_tool(self, tool: str) -> None:
+        """Report that the answer, which has ended, calls this tool: the next turn of its job follows the tool."""
         if self._owner is not None:
             self._owner.calls_tool(self, tool)
 
     def take(self) -> Update | None:
-        """Return the update since the last call, or None; raise the stream's error if there is one."""
+        """Return the tokens since the last call, or None. The last update has ``ended``.
+
+        Raises:
+            InvalidRequest: the scheduler refused the request; only before the first update.
+            EngineError: the engine has failed.
+        """
         if self.error is not None:
             raise self.error
         update, num_tokens = self._update, len(self.tokens)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message
 
-from quire.frontend.engine.engine_client import EngineClient
+from quire.frontend.engine.client import EngineClient
 from quire.frontend.http.dialects.messages import count_message_tokens, create_message
 from quire.frontend.http.dialects.responses import (
     STORED_PATH,

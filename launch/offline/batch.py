@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.session import Session
 from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
+from quire.frontend.engine.update import Update
 from quire.frontend.text.prompts import ModelLimits
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import EngineError, InvalidRequest

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
+from quire.frontend.engine.update import Update
 from quire.frontend.text.pooling.inputs import for_prompt
 from quire.frontend.text.prompts import Prompt
 from quire.launch.offline.batch import BatchPart, BlockingEngine

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from quire.frontend.engine.answers import Answer, OutputDelta
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.streams import Stream
+from quire.frontend.engine.update import Update
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import msgspec
 
 from quire.frontend.engine.answers import BeamOutput
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
+from quire.frontend.engine.update import Update
 from quire.frontend.text.logprob import logprob_by_id
 from quire.frontend.text.prompts import Prompt, fit_params
 from quire.launch.offline.batch import BatchPart

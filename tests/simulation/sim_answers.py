@@ -11,8 +11,8 @@ from sim_model import best_two, candidates_of
 from sim_scenario import SimRequest
 from sim_settings import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.session import ENGINE_FAULT, MAX_SCHEDULER_DEATHS
+from quire.frontend.engine.update import Update
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
 from quire.scheduler_proc.features.beams.search import BeamSearch

@@ -27,7 +27,7 @@ from sim_scheduler import SimScheduler
 from sim_violation import Violation
 from sim_worker import SimWorker
 
-from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.update import Update
 from quire.launch.supervision.members import Role
 from quire.launch.supervision.supervision_policy import MAX_DEATHS, ProcessCounts, SupervisionPolicy
 from quire.protocol.config import EngineConfig

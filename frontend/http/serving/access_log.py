@@ -28,7 +28,7 @@ class Answered:
 
     Attributes:
         request_id: id of the request in the engine.
-        engines: with several engines, those that computed it and why, as of ``Sequence.engines``; otherwise empty.
+        engines: with several engines, those that computed it and why, as of ``Stream.engines``; otherwise empty.
         finish: the finish reasons of its sequences; None if it generates nothing.
     """
 

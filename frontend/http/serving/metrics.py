@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from quire.frontend.engine.answers import OutputDelta
-from quire.frontend.engine.engine_client import EngineClient
+from quire.frontend.engine.client import EngineClient
 from quire.frontend.http.schema.errors import STATUS_OF_CODE
 from quire.frontend.http.serving.engine_metrics import EngineCollector, MetricNames, ProcessCollector
 from quire.frontend.http.serving.fleet_metrics import FleetCollector

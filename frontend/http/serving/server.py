@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Scope
 
 from quire.frontend.adapters.served_adapters import ServedAdapters
-from quire.frontend.engine.engine_client import EngineClient
+from quire.frontend.engine.client import EngineClient
 from quire.frontend.engine.terms import NO_TERMS, Terms
 from quire.frontend.http.schema.bodies import ForkBody
 from quire.frontend.http.schema.errors import ApiError

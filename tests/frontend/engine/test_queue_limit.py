@@ -14,11 +14,11 @@ from scheduler_driver import Driver, expected_tokens
 from tiers import thinned
 
 import quire
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.scheduler_link import Readers
 from quire.frontend.engine.session import Session
 from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
+from quire.frontend.engine.update import Update
 from quire.frontend.http.app import make_app
 from quire.frontend.http.schema.errors import STATUS_OF_CODE
 from quire.frontend.http.serving.server import ServerSettings
@@ -83,7 +83,7 @@ class ScheduledEngine(Driver):
     def wait(self) -> None:
         self.step()
 
-    # ---- as quire.frontend.engine.engine_client.EngineClient
+    # ---- as quire.frontend.engine.client.EngineClient
 
     async def add(
         self,
@@ -115,7 +115,7 @@ class ScheduledEngine(Driver):
 
 
 class ScheduledSequence(PulledSequence):
-    """Implements ``quire.frontend.engine.engine_client.Sequence``; reading it runs the engine."""
+    """As ``quire.frontend.engine.streams.Stream``; reading it runs the engine."""
 
     def __init__(self, engine: ScheduledEngine, stream: Stream) -> None:
         self.request_id = stream.request_id

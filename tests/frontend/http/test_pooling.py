@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine
 from pooled_vectors import BOTH, CLASSIFIER, RERANKER, SIZE, embedding_of, pooled_update, rows_of, vector_of
 
-from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.update import Update
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.pooling.capabilities import Capabilities

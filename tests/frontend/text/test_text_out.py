@@ -10,7 +10,7 @@ from tiers import examples
 from tokenizers import Tokenizer
 
 from quire.frontend.engine.answers import Answer
-from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.update import Update
 from quire.frontend.text.parsing.choose_format import marker_format
 from quire.frontend.text.parsing.thoughts import Thoughts
 from quire.frontend.text.prompts import Prompt

@@ -8,8 +8,8 @@ from fake_worker import logprob_rows
 from scheduler_driver import Driver
 from side_parts import side_rows
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.streams import Stream, StreamTable
+from quire.frontend.engine.update import Update
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest, SchedulerToFrontEnd

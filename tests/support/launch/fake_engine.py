@@ -11,9 +11,9 @@ from pooled_vectors import pooled_update
 from pulled_sequence import PulledSequence
 from tokenizers import Tokenizer
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.job import Job
 from quire.frontend.engine.scheduler_link import Readers
+from quire.frontend.engine.update import Update
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams

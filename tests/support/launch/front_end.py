@@ -13,8 +13,8 @@ import numpy as np
 from pooled_vectors import pooled_update
 from pulled_sequence import PulledSequence
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.scheduler_link import Readers
+from quire.frontend.engine.update import Update
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.connections import ConnectionLimits
 from quire.frontend.http.serving.http_server import HttpServer

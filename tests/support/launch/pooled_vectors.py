@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from quire.frontend.engine.engine_client import Update
+from quire.frontend.engine.update import Update
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.front_end_messages import EndReason

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
-from quire.frontend.engine.engine_client import Update
 from quire.frontend.engine.scheduler_link import Readers
+from quire.frontend.engine.update import Update
 
 
 class PulledSequence:

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.frontend.engine.answers import OutputDelta
-from quire.frontend.engine.engine_client import Sequence, Update
+from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
+from quire.frontend.engine.update import Update
 from quire.frontend.http.schema.errors import ApiError, aborted_request, as_api_error, failed_request
 from quire.frontend.http.schema.pooling_requests import PooledRequest
 from quire.frontend.http.serving.metrics import SequenceClock
@@ -47,7 +48,7 @@ class _Open:
     """One input in the engine. ``size``: bytes of its prompt and its result."""
 
     prompt: Prompt
-    sequence: Sequence
+    sequence: Stream
     clock: SequenceClock
     size: int
 
