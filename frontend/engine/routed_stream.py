@@ -41,19 +41,12 @@ class RoutedStream:
 
     def route(self, excluded: list[int]) -> Route:
         """Return the question for an engine."""
-        request = self.stream.request
-        return Route(
-            self.ticket,
-            len(request.prompt_token_ids) + len(self.stream.tokens),
-            self.keys,
-            request.job_id,
-            request.tenant,
-            b"" if request.adapter is None else request.adapter.digest,
-            excluded,
-        )
+        return Route.of(self.ticket, self.stream.request, self._num_tokens, self.keys, excluded)
 
     def placed(self) -> Placed:
         """Return the report that it is on its engine."""
-        request = self.stream.request
-        num_tokens = len(request.prompt_token_ids) + len(self.stream.tokens)
-        return Placed(self.ticket, self.engine, num_tokens, request.job_id, request.tenant, self.has_started)
+        return Placed.of(self.ticket, self.engine, self.stream.request, self._num_tokens, self.has_started)
+
+    @property
+    def _num_tokens(self) -> int:
+        return len(self.stream.request.prompt_token_ids) + len(self.stream.tokens)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from quire.frontend.engine.job import NO_JOB, Job
 from quire.frontend.text.prompts import Prompt
-from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
@@ -27,14 +26,7 @@ class Terms:
     adapter: AdapterRef | None = None
 
     def request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        seed: int,
-        *,
-        is_last: bool = True,
-        pooling: PoolingParams | None = None,
+        self, request_id: str, prompt: Prompt, sampling: SamplingParams, seed: int, *, is_last: bool = True
     ) -> AddRequest:
         """Return the request of one sequence. ``is_last``: no further one of the client's request follows."""
         return AddRequest(
@@ -49,7 +41,6 @@ class Terms:
             is_last_step=self.job.is_last_step and is_last,
             adapter=self.adapter,
             tenant=self.tenant,
-            pooling=pooling,
             hint=self.job.hint,
         )
 

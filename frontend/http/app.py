@@ -31,7 +31,7 @@ from quire.frontend.http.routes.chat import chat_completions
 from quire.frontend.http.routes.completions import completions
 from quire.frontend.http.routes.fleet_admin import give_order, list_engines
 from quire.frontend.http.routes.fork import fork
-from quire.frontend.http.routes.load_adapters import load_adapter, unload_adapter
+from quire.frontend.http.routes.load_adapters import PATHS, load_adapter, unload_adapter
 from quire.frontend.http.routes.models import list_models, show_model
 from quire.frontend.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
 from quire.frontend.http.routes.sessions import open_session, session
@@ -39,7 +39,7 @@ from quire.frontend.http.routes.tokens import detokenize, tokenize, tokenizer_in
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.access_log import AccessLog
 from quire.frontend.http.serving.body import json_response, read_body
-from quire.frontend.http.serving.gate import ADAPTER_PATHS, Gate
+from quire.frontend.http.serving.gate import Gate
 from quire.frontend.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
 from quire.frontend.http.serving.request_heads import RootPath
 from quire.frontend.http.serving.server import Server, ServerSettings
@@ -123,8 +123,8 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 # Routes that need adapters, too.
 ADAPTER_ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", ADAPTER_PATHS[0], load_adapter),
-    ("POST", ADAPTER_PATHS[1], unload_adapter),
+    ("POST", PATHS[0], load_adapter),
+    ("POST", PATHS[1], unload_adapter),
 )
 
 
@@ -180,7 +180,8 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=CORS_EXPOSED_HEADERS,
     )
-    gate = Middleware(Gate, settings.api_keys, settings.address_salt, admin_api_keys=settings.admin_api_keys)
+    admin_keys = settings.admin_api_keys
+    gate = Middleware(Gate, settings.api_keys, settings.address_salt, admin_api_keys=admin_keys, admin_paths=PATHS)
     path = Middleware(RootPath, settings.root_path)
     return [path, Middleware(AccessLog), guard, *([cors] if settings.allowed_origins else []), gate]
 
@@ -192,7 +193,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     match status:
         case 404:
-            hint = ": the server needs --enable-lora and --admin-api-key" if path in ADAPTER_PATHS else ""
+            hint = ": the server needs --enable-lora and --admin-api-key" if path in PATHS else ""
             return ApiError(404, f"{shorten(path)} not found{hint}", None, "not_found").response(path)
         case 405:
             text = f"method {shorten(request.method)} not allowed for this path"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
@@ -32,8 +33,8 @@ class PooledInput(BatchPart):
     def submit(self, on_update: Callable[[], None]) -> Stream:
         prompt = self._prompt = self._encode() if self._prompt is None else self._prompt
         self.output = RowsOutput(self._name, prompt.text, prompt.token_ids.tolist())
-        pooling = for_prompt(self._params, prompt)
-        return self._engine.submit(self.terms.request(self._name, prompt, NO_SAMPLING, 0, pooling=pooling), on_update)
+        request = self.terms.request(self._name, prompt, NO_SAMPLING, 0)
+        return self._engine.submit(replace(request, pooling=for_prompt(self._params, prompt)), on_update)
 
     def take(self, update: Update) -> bool:
         if update.ended is None:

@@ -6,6 +6,7 @@ the request is moved to another engine, and is never used for another request.
 
 from typing import TypeAlias
 
+from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 
 ClientJob: TypeAlias = tuple[int, str]
@@ -37,6 +38,11 @@ class Route(Message, frozen=True, tag=60):
     @property
     def job(self) -> ClientJob:
         return self.tenant, self.job_id
+
+    @classmethod
+    def of(cls, ticket: int, request: AddRequest, num_tokens: int, keys: bytes, excluded: list[int]) -> "Route":
+        digest = b"" if request.adapter is None else request.adapter.digest
+        return cls(ticket, num_tokens, keys, request.job_id, request.tenant, digest, excluded)
 
 
 class Routed(Message, frozen=True, tag=61):
@@ -83,6 +89,10 @@ class Placed(Message, frozen=True, tag=63):
     @property
     def job(self) -> ClientJob:
         return self.tenant, self.job_id
+
+    @classmethod
+    def of(cls, ticket: int, engine: int, request: AddRequest, num_tokens: int, has_started: bool) -> "Placed":
+        return cls(ticket, engine, num_tokens, request.job_id, request.tenant, has_started)
 
 
 FrontEndToRouter: TypeAlias = Hello | Heartbeat | Route | Progress | Placed

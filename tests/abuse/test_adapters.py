@@ -16,9 +16,9 @@ from grammar_cases import demo_config
 from quire.frontend.adapters.names import NameTable, table_path
 from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.adapters.served_adapters import ServedAdapters
-from quire.frontend.http.serving.gate import ADAPTER_PATHS
+from quire.frontend.http.routes.load_adapters import PATHS
 
-LOAD, UNLOAD = ADAPTER_PATHS
+LOAD, UNLOAD = PATHS
 ADMIN = {"authorization": "Bearer admin"}
 MODEL = demo_config().model
 

@@ -15,10 +15,10 @@ from quire.frontend.http.routes.conversation import AnswerReader, encode_convers
 from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response, parse_body, read_body
-from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import Server
-from quire.frontend.http.stored.response_store import ResponseStore, StoredResponse
+from quire.frontend.http.stored.response_store import OwnResponses, StoredResponse
 from quire.frontend.sessions.open_session import OpenSession, Piece
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -34,7 +34,7 @@ async def create_response(server: Server, request: Request) -> ASGIApp:
     parsed, size = await _read(server, request)
     store = None
     if parsed.store and server.response_store.is_enabled:
-        store = partial(store_response, server.response_store, request.scope["state"][TENANT], parsed)
+        store = partial(store_response, server.responses_of(request.scope), parsed)
     return await generation(server, parsed, size, store)
 
 
@@ -90,33 +90,30 @@ async def list_input_items(server: Server, request: Request) -> Response:
 
 
 def _delete(server: Server, request: Request) -> Response:
-    tenant, response_id = request.scope["state"][TENANT], request.path_params["id"]
-    if not server.response_store.delete(tenant, response_id):
-        raise not_stored(server.response_store, response_id, None)
+    own, response_id = server.responses_of(request.scope), request.path_params["id"]
+    if not own.delete(response_id):
+        raise not_stored(own, response_id, None)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
     body = await read_body(request)
     parse = partial(parse_responses, server.parser)
-    return await read_with_stored(server, request.scope["state"][TENANT], body, parse), len(body)
+    return await read_with_stored(server, server.responses_of(request.scope), body, parse), len(body)
 
 
 async def read_with_stored(
     server: Server,
-    tenant: int,
+    own: OwnResponses,
     body: bytes,
     parse: Callable[[dict[str, Any], Lookup], ResponsesRequest],
-    connection: object | None = None,
 ) -> ResponsesRequest:
     """Return the request in a body. What it refers to may be stored by another front end, which is asked for it.
-
-    ``connection``: as in ``ResponseStore.get``.
 
     Raises:
         ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``Peers.fetch``.
     """
-    stored = StoredItems(server.response_store, tenant, connection)
+    stored = StoredItems(own)
     lookup = Lookup(stored.conversation, stored.chain, stored.item)
     while True:
         try:
@@ -139,10 +136,8 @@ async def encode_request(
 class StoredItems:
     """What one request refers to: the responses of this front end, and those fetched from others."""
 
-    def __init__(self, store: ResponseStore, tenant: int, connection: object | None) -> None:
-        self._store = store
-        self._tenant = tenant
-        self._connection = connection
+    def __init__(self, own: OwnResponses) -> None:
+        self._own = own
         self._fetched: dict[str, StoredResponse] = {}
 
     def conversation(self, response_id: str) -> tuple[bytes, ...]:
@@ -152,14 +147,14 @@ class StoredItems:
         return self._get(response_id).chain or response_id
 
     def _get(self, response_id: str) -> StoredResponse:
-        found = self._fetched.get(response_id) or self._store.get(self._tenant, response_id, self._connection)
+        found = self._fetched.get(response_id) or self._own.get(response_id)
         if found is None:
-            raise NotStored(not_stored(self._store, response_id, "previous_response_id"), response_id)
+            raise NotStored(not_stored(self._own, response_id, "previous_response_id"), response_id)
         return found
 
     def item(self, item_id: str, where: str) -> bytes:
         fetched = (each for each in self._fetched.values() if item_id in each.output_ids)
-        found = next(fetched, None) or self._store.with_item(self._tenant, item_id)
+        found = next(fetched, None) or self._own.with_item(item_id)
         if found is None:
             error = ApiError(404, f"item {shorten(item_id)} not found: send the item itself", where, "not_found")
             raise NotStored(error, item_id)
@@ -169,7 +164,7 @@ class StoredItems:
         """Fetch a response, or the one with an item, from the front end that its id names; return whether it has it."""
         if len(self._fetched) >= MAX_FETCHED:
             return False
-        found = await peers.fetch(STORED_PATH + missing_id, missing_id, self._tenant)
+        found = await peers.fetch(STORED_PATH + missing_id, missing_id, self._own)
         if found is not None:
             self._fetched[missing_id] = msgspec.msgpack.decode(found, type=StoredResponse)
         return found is not None
@@ -185,30 +180,29 @@ class NotStored(ApiError):
 
 async def show_stored(server: Server, request: Request) -> Response:
     """Return the response with an id, or with an item of this id, to another front end."""
-    tenant, missing_id, store = request.scope["state"][TENANT], request.path_params["id"], server.response_store
-    found = store.get(tenant, missing_id) or store.with_item(tenant, missing_id)
+    own, missing_id = server.responses_of(request.scope), request.path_params["id"]
+    found = own.get(missing_id) or own.with_item(missing_id)
     return Response(msgspec.msgpack.encode(found), 404 if found is None else 200)
 
 
 def _stored(server: Server, request: Request) -> StoredResponse:
-    response_id = request.path_params["id"]
-    found = server.response_store.get(request.scope["state"][TENANT], response_id)
+    own, response_id = server.responses_of(request.scope), request.path_params["id"]
+    found = own.get(response_id)
     if found is None:
-        raise not_stored(server.response_store, response_id, None)
+        raise not_stored(own, response_id, None)
     return found
 
 
-def not_stored(store: ResponseStore, response_id: str, param: str | None) -> ApiError:
+def not_stored(own: OwnResponses, response_id: str, param: str | None) -> ApiError:
     hint = "it may have been dropped: send the whole conversation as input"
-    if not store.is_enabled:
+    if not own.is_enabled:
         hint = "this server stores no responses: send the whole conversation as input"
     text = f"response {shorten(response_id)} not found; {hint}"
     return ApiError(404, text, param, "previous_response_not_found" if param else "not_found")
 
 
 def store_response(
-    store: ResponseStore,
-    tenant: int,
+    own: OwnResponses,
     parsed: ResponsesRequest,
     response_id: str,
     body: bytes,
@@ -222,7 +216,7 @@ def store_response(
     conversation = (*parsed.before, *parsed.input, *items)
     sizes = len(parsed.before), len(parsed.input)
     response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain)
-    store.add(tenant, response_id, response)
+    own.add(response_id, response)
 
 
 def _with_id(item: bytes, index: int) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.serving.body import read_body
-from quire.frontend.http.serving.gate import TENANT
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest
@@ -43,7 +42,7 @@ LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "to
 async def compact(server: Server, request: Request) -> ASGIApp:
     server.require_generation(request.scope["path"])
     body = await read_body(request)
-    parsed = await read_with_stored(server, request.scope["state"][TENANT], body, partial(_parse, server.parser))
+    parsed = await read_with_stored(server, server.responses_of(request.scope), body, partial(_parse, server.parser))
     prompt, new_reader = await encode_request(server, parsed, len(body))
     return Generation(server, parsed.chat, [prompt], _SummaryFormatter(len(prompt.token_ids), new_reader()))
 

@@ -15,7 +15,6 @@ from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest
 from quire.frontend.http.dialects.responses_events import EventFraming, Store
 from quire.frontend.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
 from quire.frontend.http.serving.access_log import AccessLog
-from quire.frontend.http.serving.gate import TENANT
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.web_socket.connection import (
     HANDSHAKE_HEADERS,
@@ -61,7 +60,7 @@ class _SocketConversation:
         self._server = server
         self._scope = scope
         self.socket = socket
-        self._tenant: int = scope["state"][TENANT]
+        self._responses = server.responses_of(scope, socket)
         self._own: str | None = None
         """Id of that response."""
         self._previous: str | None = None
@@ -89,9 +88,9 @@ class _SocketConversation:
         self._previous = None
         try:
             self._server.require_generation(scope["path"])
-            parsed = await read_with_stored(self._server, self._tenant, message, self._parse, self)
+            parsed = await read_with_stored(self._server, self._responses, message, self._parse)
             transport = EventFraming(lambda kind, data: text_frame(data), error=self._failed)
-            newest, session = self._newest, OpenSession(self._tenant, 0.0)
+            newest, session = self._newest, OpenSession(0, 0.0)
             so_far = newest[1] if newest is not None and newest[0] == self._previous else None
             store = self._store(parsed, session)
             respond = await generation(self._server, parsed, len(message), store, transport, so_far, session)
@@ -127,23 +126,22 @@ class _SocketConversation:
 
     def _store(self, parsed: ResponsesRequest, session: OpenSession) -> Store | None:
         """Return what stores a response, which has its tokens in ``session``."""
-        store = self._server.response_store
-        if parsed.store and not store.is_enabled:
+        if parsed.store and not self._responses.is_enabled:
             return None
 
         def keep(response_id: str, body: bytes, output: Sequence[dict[str, Any]]) -> None:
-            only_for = None if parsed.store else self
+            only_for = None if parsed.store else self.socket
             if only_for is not None:
                 self.forget()
                 self._own = response_id
-            store_response(store, self._tenant, parsed, response_id, body, output, only_for=only_for)
+            store_response(self._responses, parsed, response_id, body, output, only_for=only_for)
             self._newest = response_id, session
 
         return keep
 
     def forget(self) -> None:
         if self._own is not None:
-            self._server.response_store.delete(self._tenant, self._own, self)
+            self._responses.delete(self._own)
             self._own = None
 
     async def _send(self, message: Message) -> None:

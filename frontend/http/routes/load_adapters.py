@@ -20,6 +20,8 @@ from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.front_end_messages import AddRequest
 
+PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""They need an administrator's key; their names are vLLM's."""
 POLL_S = 0.05
 """Time between two questions whether requests of an adapter are left."""
 

@@ -17,8 +17,6 @@ KEYLESS_PATHS = OPEN_PATHS | {"/"}
 """Paths without a check of API keys. The page is the same for all, and asks for a key itself."""
 ADMIN_PATH = "/admin/"
 """The paths that begin with it need a key of their own, and do not exist without one."""
-ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Likewise; their names are vLLM's."""
 REQUESTS_PATH = "/v1/requests/"
 """The paths that begin with it accept an administrator's key, too."""
 MAX_HEADERS = 100
@@ -48,11 +46,12 @@ class Gate:
     """Middleware that passes a request to the application or refuses it.
 
     With API keys, every path requires one except KEYLESS_PATHS. A new route therefore requires a key until it is listed
-    there, and so does a path without a route. With administrator's keys, paths below ADMIN_PATH and
-    ADAPTER_PATHS require one of these.
+    there, and so does a path without a route. With administrator's keys, paths below ADMIN_PATH and ``admin_paths``
+    require one of these.
 
     Args:
         address_salt: makes the tenants of addresses unpredictable; the same in all front ends.
+        admin_paths: paths besides those below ADMIN_PATH that only an administrator may use.
         bodies: limit on the bodies of all requests that have no response yet.
     """
 
@@ -63,10 +62,12 @@ class Gate:
         address_salt: bytes = b"",
         bodies: BodyBudget | None = None,
         admin_api_keys: Sequence[str] = (),
+        admin_paths: Sequence[str] = (),
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
         self._admin_keys = [key.encode() for key in admin_api_keys]
+        self._admin_paths = admin_paths
         self._address_salt = address_salt
         self._bodies = bodies or BodyBudget()
 
@@ -102,7 +103,7 @@ class Gate:
         # Routes are matched with this decoded path: checking another form of it could let a request pass.
         if scope["path"] in KEYLESS_PATHS:
             return 0
-        is_admins = scope["path"].startswith(ADMIN_PATH) or scope["path"] in ADAPTER_PATHS
+        is_admins = scope["path"].startswith(ADMIN_PATH) or scope["path"] in self._admin_paths
         if self._admin_keys and is_admins:
             if _index_of(_given_key(scope), self._admin_keys) is None:
                 text = "missing or invalid administrator's key: send 'Authorization: Bearer KEY' with --admin-api-key"

@@ -21,6 +21,7 @@ from quire.frontend.http.serving.body import MAX_BODY_BYTES
 from quire.frontend.http.serving.gate import REQUEST_ID, TENANT
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.frontend.http.serving.tracing import PARENT_HEADERS
+from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.ids import front_end_of
 
 TIMEOUT_S = 5.0
@@ -109,14 +110,14 @@ class Peers:
         connection = await self._send(held_id, relayed)
         return None if connection is None else _passed_on(*connection)
 
-    async def fetch(self, path: str, held_id: str, tenant: int) -> bytes | None:
+    async def fetch(self, path: str, held_id: str, own: OwnResponses) -> bytes | None:
         """Return the body of another front end's response to a GET. None: its status is not 200, it has died, or what
         ``held_id`` names would be here.
 
         Raises:
             ApiError: 503, it does not answer.
         """
-        connection = await self._send(held_id, RelayedRequest("GET", path, tenant=tenant))
+        connection = await self._send(held_id, RelayedRequest("GET", path, tenant=own.tenant))
         if connection is None:
             return None
         reader, writer = connection

@@ -22,7 +22,7 @@ from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.tracing import RequestSpan, Tracer
 from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
-from quire.frontend.http.stored.response_store import ResponseStore
+from quire.frontend.http.stored.response_store import OwnResponses, ResponseStore
 from quire.frontend.ids import new_id
 from quire.frontend.sessions.session_store import SessionStore
 from quire.frontend.text.parsing.choose_format import AnswerFormat
@@ -199,6 +199,10 @@ class Server:
     def of_client(self, terms: Terms, scope: Scope) -> Terms:
         """Return the terms of a request from the client that has sent it."""
         return replace(terms, tenant=scope["state"][TENANT])
+
+    def responses_of(self, scope: Scope, connection: object | None = None) -> OwnResponses:
+        """Return what the client of a request, or of a ``connection`` that keeps responses of its own, has stored."""
+        return OwnResponses(self.response_store, scope["state"][TENANT], connection)
 
     def enter_queue(self, terms: Terms, num_sequences: int) -> WaitingSequences:
         """As ``KeyQueues.enter``."""

@@ -120,3 +120,28 @@ class ResponseStore:
         self.num_bytes -= dropped.num_bytes
         if not mine.responses:
             del self._tenants[tenant]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnResponses:
+    """The responses that one client may refer to: those of its tenant, and of its connection if that has its own."""
+
+    store: ResponseStore
+    tenant: int
+    connection: object | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.store.is_enabled
+
+    def add(self, response_id: str, response: StoredResponse) -> None:
+        self.store.add(self.tenant, response_id, response)
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        return self.store.get(self.tenant, response_id, self.connection)
+
+    def delete(self, response_id: str) -> bool:
+        return self.store.delete(self.tenant, response_id, self.connection)
+
+    def with_item(self, item_id: str) -> StoredResponse | None:
+        return self.store.with_item(self.tenant, item_id)

@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.engine.streams import Stream
@@ -199,8 +200,8 @@ class PooledRun:
     async def _add(self, index: int, prompt: Prompt, size: int) -> bool:
         """Submit one input; return False if the engine takes no more at present."""
         try:
-            params = for_prompt(self._request.params, prompt)
-            request = self._terms.request(f"{self._request_id}-{index}", prompt, NO_SAMPLING, 0, pooling=params)
+            request = self._terms.request(f"{self._request_id}-{index}", prompt, NO_SAMPLING, 0)
+            request = replace(request, pooling=for_prompt(self._request.params, prompt))
             sequence = await self._server.engine.add(request, partial(self._note, index))
         except InvalidRequest as refused:
             if refused.code != "queue_full" or not (self._open or self._num_returned):
