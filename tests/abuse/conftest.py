@@ -23,7 +23,7 @@ def server(abused_server: AbusedServer) -> Iterator[AbusedServer]:
     abused_server.check()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def abused_app() -> Iterator[AbusedApp]:
     app = AbusedApp()
     yield app

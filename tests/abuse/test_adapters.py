@@ -23,19 +23,28 @@ ADMIN = {"authorization": "Bearer admin"}
 MODEL = demo_config().model
 
 
-@pytest.fixture
-def adapted(tmp_path: Path) -> Iterator[AbusedApp]:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def shared(root: Path) -> Iterator[AbusedApp]:
     """An application with an administrator, whose folder of adapters has ``good`` and lies beside ``outside``."""
-    make_adapter(tmp_path / "all" / "good", MODEL)
-    make_adapter(tmp_path / "outside", MODEL)
-    table = NameTable(table_path(tmp_path))
-    adapters = ServedAdapters(AdapterReader(MODEL, 64), table, tmp_path / "all")
+    make_adapter(root / "all" / "good", MODEL)
+    make_adapter(root / "outside", MODEL)
+    adapters = ServedAdapters(AdapterReader(MODEL, 64), NameTable(table_path(root)), root / "all")
     app = AbusedApp(adapters=adapters, admin_api_keys=("admin",))
     yield app
-    app.check()
-    assert app.complete(model="good").status_code == 200
-    assert set(table.names()) <= {"good"}
     app.close()
+
+
+@pytest.fixture
+def adapted(shared: AbusedApp, root: Path) -> Iterator[AbusedApp]:
+    yield shared
+    shared.check()
+    assert shared.complete(model="good").status_code == 200
+    assert set(NameTable(table_path(root)).names()) <= {"good"}
 
 
 NAMES = (
@@ -135,11 +144,11 @@ FOLDERS: tuple[Callable[[Path], object], ...] = (
 )
 
 
-def test_folders(adapted: AbusedApp, tmp_path: Path) -> None:
+def test_folders(adapted: AbusedApp, root: Path) -> None:
     for number, change in enumerate(FOLDERS):
-        change(make_adapter(tmp_path / "all" / f"bad-{number}", MODEL))
+        change(make_adapter(root / "all" / f"bad-{number}", MODEL))
         with adapted.in_time():
             for body in ({"model": f"bad-{number}"}, {"model": f"bad-{number}", "stream": True}):
                 answer = adapted.post(COMPLETIONS, {"prompt": [5], **body})
                 error = assert_refused(answer, 400, "model")
-                assert (error["code"], str(tmp_path) in error["message"]) == ("invalid_adapter", False), error
+                assert (error["code"], str(root) in error["message"]) == ("invalid_adapter", False), error

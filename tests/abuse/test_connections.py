@@ -507,18 +507,6 @@ class TestRealServer:
         made.sendall(data)
         return made
 
-    @pytest.mark.parametrize("leave", LEAVE)
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_disconnect_frees_blocks(
-        self, server: AbusedServer, stream: bool, leave: Callable[[socket.socket], None]
-    ) -> None:
-        connection = self.connect(server, post(COMPLETIONS, json.dumps({**self.LONG, "stream": stream}).encode()))
-        while not server.served.metrics()["quire:num_requests_running"]:
-            pass
-        leave(connection)
-        server.served.wait_until_idle()
-        connection.close()
-
     def test_slow_reader_frees_blocks(self, server: AbusedServer) -> None:
         before = server.served.metrics()
         body = json.dumps({**self.LONG, "logprobs": 20}).encode()

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from abuse import COMPLETIONS, AbusedServer, assert_refused, check_error, short
 from abused_app import AbusedApp
-from tiers import thinned
 
 CODE = "invalid_structured_outputs"
 OUTPUTS = "structured_outputs"
@@ -152,18 +151,21 @@ def test_invalid_grammars(app: AbusedApp) -> None:
 # ---- on a running server, which also matches compiled grammars
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("outputs", [{"regex": "["}, {"json": {"$ref": "#"}}, {"grammar": "::="}], ids=short)
 def test_a_refusal_of_the_scheduler_reaches_the_client(outputs: Any, server: AbusedServer) -> None:
     error = assert_refused(server.complete(structured_outputs=outputs), 400, OUTPUTS)
     assert error["code"] == CODE
 
 
-@pytest.mark.parametrize("regex", thinned(WORKING_REGEXES, keep=3), ids=short)
+@pytest.mark.full
+@pytest.mark.parametrize("regex", WORKING_REGEXES, ids=short)
 def test_odd_but_valid_regexes(regex: str, server: AbusedServer) -> None:
     answered(server.complete(structured_outputs={"regex": regex}))
 
 
-@pytest.mark.parametrize("grammar", thinned(WORKING_GRAMMARS, keep=2), ids=short)
+@pytest.mark.full
+@pytest.mark.parametrize("grammar", WORKING_GRAMMARS, ids=short)
 def test_odd_but_valid_grammars(grammar: str, server: AbusedServer) -> None:
     answered(server.complete(structured_outputs={"grammar": grammar}))
 
@@ -177,7 +179,8 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("text", thinned(ENDS, keep=3), ids=ascii)
+@pytest.mark.full
+@pytest.mark.parametrize("text", ENDS, ids=ascii)
 def test_complete_output_stops(text: str, server: AbusedServer) -> None:
     """The grammar allows nothing more, so the output ends, regardless of the model's logits."""
     body = {"structured_outputs": {"choice": [text]}, "max_tokens": 100, "ignore_eos": False}
@@ -195,7 +198,8 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("outputs", thinned(IMPOSSIBLE, keep=3), ids=short)
+@pytest.mark.full
+@pytest.mark.parametrize("outputs", IMPOSSIBLE, ids=short)
 def test_unsatisfiable_constraints_are_reported(outputs: Any, server: AbusedServer) -> None:
     response = server.complete(structured_outputs=outputs, max_tokens=20, temperature=1.0, seed=3)
     if response.status_code == 200:  # an empty array is still valid, for example
@@ -205,6 +209,7 @@ def test_unsatisfiable_constraints_are_reported(outputs: Any, server: AbusedServ
     check_error(response)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "stuck",
     [{"regex": "abc[\x80-\xff]"}, {"choice": ["zzz"]}, {"json": {"const": "x"}}, {"json_object": True}],

@@ -24,6 +24,7 @@ def test_products_out_of_range(app: AbusedApp) -> None:
     assert app.engine.added == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["prompt", "stop_token_ids", "allowed_token_ids", "logit_bias"])
 def test_last_token_id_and_the_next(server: AbusedServer, name: str) -> None:
     def given(token: int) -> Any:

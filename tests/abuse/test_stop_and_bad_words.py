@@ -36,6 +36,7 @@ def test_bad_words_of_odd_characters(app: AbusedApp) -> None:
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.full
 def test_all_tokens_forbidden(server: AbusedServer) -> None:
     """The request fails with an error or samples a remaining token, without delay."""
     words = [chr(code) for code in range(0x20, 0x7F)]

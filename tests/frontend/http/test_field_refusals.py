@@ -754,6 +754,7 @@ def test_every_value_in_every_field(parse: Parse) -> None:
                     assert param.startswith(name) or param in NEIGHBOURS, (kind, name, value, param)
 
 
+@pytest.mark.full
 @given(fields=ANY_FIELDS)
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_any_value_is_accepted_or_refused(parse: Parse, fields: dict[str, Any]) -> None:

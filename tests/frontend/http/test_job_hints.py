@@ -91,16 +91,12 @@ def test_a_fork_is_of_the_job_of_its_parent_unless_that_has_ended(client: Any, e
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"job_id": ""}, "job_id", "1 to 256 characters"),
-        ({"job_id": "x" * 257}, "job_id", r"\(got 257 characters\)"),
-        ({"job_id": 5}, "job_id", "characters"),
         ({"is_last_step": "yes", "job_id": "x"}, "is_last_step", "true or false"),
         ({"is_last_step": True}, "is_last_step", "send job_id or the header X-Session-ID"),
         ({"prompt_cache_key": "x" * 257}, "prompt_cache_key", "1 to 256 characters"),
         ({"nvext": []}, "nvext", "object"),
         ({"nvext": {"agent_context": "x"}}, "nvext.agent_context", r"object \(got 'x'\)"),
         ({"nvext": {"agent_context": {}}}, "nvext.agent_context.session_id", "is required"),
-        ({"nvext": {"agent_context": {"session_id": ""}}}, "nvext.agent_context.session_id", "1 to 256"),
         ({"kv_hints": {"actions": []}}, "kv_hints.protocol_version", "is required"),
         ({"kv_hints": {**KV_HINTS, "actions": [{}]}}, r"kv_hints.actions[0].action_id", "is required"),
         ({"kv_hints": {**KV_HINTS, "actions": [5]}}, "kv_hints.actions", "objects"),

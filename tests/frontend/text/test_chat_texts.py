@@ -10,6 +10,7 @@ from pooling_checkpoints import CHATML, JUDGE, TYPED, USERS_ONLY, save_chat_toke
 from tiers import thinned
 from transformers import AutoTokenizer
 
+from quire.frontend.text.chat_template import ChatTemplate
 from quire.frontend.text.pooling.chat_texts import ChatText
 from quire.frontend.text.pooling.inputs import InputEncoder, Truncation
 from quire.frontend.text.pooling.pairs import PREFIX, TextPair
@@ -26,10 +27,18 @@ class Limits:
     vocab_size = 400
 
 
+class InProcess(ChatTemplate):
+    """A template without the process that renders it, which starts anew for each checkpoint."""
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture
-def load(tmp_path: Path) -> Iterator[Any]:
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that returns an encoder with a template, and the tokenizer of transformers."""
     opened: list[TextIn] = []
+    monkeypatch.setattr("quire.frontend.text.text_in.TemplateHelper", InProcess)
 
     def make(template: str, form: Any = "flat", limits: Any = None, **fields: Any) -> tuple[InputEncoder, Any]:
         save_chat_tokenizer(tmp_path, template)

@@ -12,8 +12,6 @@ from quire.frontend.text.chat_template import ChatTemplate, Conversation
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import ConfigError, InvalidRequest
 
-LOOP = "{% for i in range(10000000) %}x{% endfor %}"
-RECURSION = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
 USER = {"role": "user", "content": "hello"}
 
 
@@ -164,12 +162,6 @@ class TestTemplate:
     def test_a_templates_refusal_is_reported_to_the_client(self) -> None:
         with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate"):
             render("{{ raise_exception('roles must\nalternate') }}")
-
-    @pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}", LOOP, RECURSION])
-    def test_a_failing_template_leaks_no_details(self, source: str) -> None:
-        with pytest.raises(InvalidRequest) as caught:
-            render(source)
-        assert str(caught.value) == "the model's chat template cannot render these messages"
 
     def test_output_is_capped(self, text_in: TextIn) -> None:
         source = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}"

@@ -207,15 +207,6 @@ def test_schema_given_as_an_object_is_stored_as_text() -> None:
     assert StructuredOutputs(json=True).kind == "json" and StructuredOutputs(choice=["a"]).kind == "choice"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"max_pattern_size": 0}, {"max_pattern_size": 2, "min_pattern_size": 3}, {"max_pattern_size": 2, "min_count": 1}],
-)
-def test_repetition_detection_out_of_range_is_rejected(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="repetition_detection"):
-        RepetitionDetection(**fields)
-
-
 def test_ignore_eos_cannot_be_combined_with_a_grammar() -> None:
     with pytest.raises(InvalidRequest, match="ignore_eos cannot be combined"):
         SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputs(regex="a"))

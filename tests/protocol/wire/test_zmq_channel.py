@@ -120,22 +120,6 @@ def test_send_to_unknown_disconnected_or_forgotten_peer_returns_none(
     assert hub.send(name, EngineState("ready")) is None
 
 
-def test_damaged_messages_of_one_peer_do_not_affect_others(
-    context: "zmq.Context[Any]", hub: ZmqHub, tmp_path: Path
-) -> None:
-    good, evil = connect(context, tmp_path), connect(context, tmp_path)
-    good.send(HELLO)
-    assert next_of(hub).message == HELLO
-    for garbage in ([b"\x80\x04pickle"], [b""], [b"x" * 9] * 30):
-        evil.socket.send_multipart(garbage)
-        assert isinstance(next_of(hub).message, ProtocolError)
-    assert sum(hub.refused.values()) == 3
-    good.send(Abort(["a"]))
-    assert next_of(hub).message == Abort(["a"])
-    good.close()
-    evil.close()
-
-
 def test_message_to_a_dead_scheduler_does_not_reach_a_later_one(context: "zmq.Context[Any]", tmp_path: Path) -> None:
     """The socket keeps the message and would send it to any process bound to the old path, so each incarnation has its
     own path.

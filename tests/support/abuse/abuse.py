@@ -65,7 +65,7 @@ class AbusedServer(Door):
     """
 
     def __init__(self, *flags: str) -> None:
-        self.served = Served("--dtype", "float32", "--pooling", "last", *flags)
+        self.served = Served("--dtype", "float32", "--pooling", "last", "--no-standby-workers", *flags)
         SHARED.add(self.served.process.pid)
         self.client = httpx.Client(base_url=self.served.url, timeout=30)
         # the first grammar starts a process of its own

@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Iterator
 from typing import Any
 from zlib import crc32
 
@@ -308,16 +307,6 @@ def _alter(content: Any, rng: random.Random) -> None:
         content[key : key + 1] = rng.choice(([], [value, value]))
     else:
         content[key] = rng.choice(VALUES)
-
-
-def every_flip(frames: Frames, rng: random.Random) -> Iterator[Frames]:
-    """Yield a message with one bit flipped: each byte of a short message, some bytes of a long one."""
-    for index, frame in enumerate(frames):
-        places = range(len(frame)) if len(frame) < 600 else sorted(rng.sample(range(len(frame)), 600))
-        for place in places:
-            turned = bytearray(frame)
-            turned[place] ^= 1 << rng.randrange(8)
-            yield [*frames[:index], bytes(turned), *frames[index + 1 :]]
 
 
 def frames_of(message: Any, seq: int = 1, worker_epoch: int = 0) -> Frames:

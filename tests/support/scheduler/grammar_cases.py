@@ -1,8 +1,9 @@
 """The demo model's vocabulary, and texts stepped through grammars by hand."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -48,10 +49,15 @@ def allowed(backend: Any, matcher: Any) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist())
 
 
+@lru_cache(maxsize=16)
+def _compiled(wanted: bytes) -> Any:
+    return demo_backend().compile(msgspec.msgpack.decode(wanted, type=StructuredOutputs))
+
+
 def fits(text: str, **wanted: Any) -> bool:
     """Return whether the masks allow exactly ``text``: each of its tokens, and then the end."""
     backend = demo_backend()
-    matcher = backend.compile(StructuredOutputs(**wanted)).matcher()
+    matcher = _compiled(msgspec.msgpack.encode(StructuredOutputs(**wanted))).matcher()
     for token in tokens_of(text):
         if token not in allowed(backend, matcher) or not matcher.accept(token):
             return False
