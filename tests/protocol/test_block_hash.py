@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.protocol.block_hash import (
     CHUNK_BLOCKS,
@@ -58,7 +59,7 @@ def test_salts_have_nothing_in_common() -> None:
     assert len(set(found)) == len(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(0, 2**31 - 1), max_size=40),
     st.lists(st.integers(0, 2**31 - 1), max_size=40),

@@ -507,7 +507,12 @@ BEAMS = {"use_beam_search": True, "beam_width": 2}
 COMBINATIONS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completion", {**BEAMS, "stream": True}, "use_beam_search", "requires stream to be false"),
     ("completion", {**BEAMS, "best_of": 2}, "best_of", "best_of must be 1 with use_beam_search (got 2)"),
-    ("completion", {**BEAMS, "session": f"sess_{'0' * 32}"}, "use_beam_search", "cannot be combined with session"),
+    (
+        "completion",
+        {**BEAMS, "beam_width": 1, "session": f"sess_{'0' * 32}"},
+        "use_beam_search",
+        "cannot be combined with session",
+    ),
     ("completion", {"structured_outputs": {"form": {}}}, "structured_outputs.form", "unknown field"),
     (
         "completion",

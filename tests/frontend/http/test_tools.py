@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.routes.tool_calls import AnyCalls, NamedCall
@@ -101,7 +102,7 @@ class TestParser:
         assert [(d.name, d.arguments) for d in deltas] == [("f", ""), (None, "{"), (None, "}")]
 
     @given(data=st.data())
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     def test_calls_split_anywhere(self, data: st.DataObject) -> None:
         calls = data.draw(ANY_CALLS)
         swapped = [dict(reversed(call.items())) if data.draw(st.booleans()) else call for call in calls]

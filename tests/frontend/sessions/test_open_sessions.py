@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.frontend.sessions import session_store
 from quire.frontend.sessions.open_session import ANSWER, TEXT, OpenSession, Piece
@@ -28,7 +29,7 @@ def add(
         piece.add(answer[1:], reason)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(TOKENS, TOKENS, st.sampled_from(["stop", "length", "repetition", "abort", "error"]))))
 def test_a_session_has_exactly_the_tokens_of_its_pieces_and_answers(pieces: Any) -> None:
     store = SessionStore()

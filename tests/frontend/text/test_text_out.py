@@ -180,7 +180,7 @@ class TestAnswers:
     """Updates to deltas: text, finish reason and counts do not depend on how the tokens are split into updates."""
 
     @given(data=st.data())
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     def test_any_split_into_updates_gives_the_same_answer(
         self, tokenizer: Tokenizer, text_in: TextIn, data: st.DataObject
     ) -> None:

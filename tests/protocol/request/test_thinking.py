@@ -78,7 +78,7 @@ def test_copy_follows_drafts_without_changing_the_original(
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=4), st.lists(TOKENS, min_size=1, max_size=4), TEXTS, st.data())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(80))
 def test_forced_tokens_end_each_span_within_its_budget(
     start: list[int], end: list[int], prompt: list[int], data: st.DataObject
 ) -> None:
