@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from checkpoints import make_checkpoint
 from lent_engines import LentEngines
 from side_runs import PROGRAMS, SideRuns
-from tiers import examples
+from tiers import examples, is_default
 
 # Threads of several test processes that share a few cores wait for each other at every barrier.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -54,6 +55,9 @@ process runs them, and starts it once."""
 LIMITS = {"slow": 7200, "gpu": 1800, "full": 900}
 """Seconds that a test of a tier may take, also on a busy machine; pyproject.toml has the limit of the others."""
 
+OTHER_TIERS = re.compile(rb"^pytestmark = \[?\s*pytest\.mark\.(full|slow|gpu)\b", re.MULTILINE)
+"""In files of whose tests ``make test`` runs none."""
+
 STDERR = pytest.StashKey[int]()
 
 
@@ -94,6 +98,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
     else:
         items.sort(key=lambda item: item.name in PROGRAMS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files of other tiers, unless they are named: each process would import what they need."""
+    if not is_default() or collection_path.suffix != ".py":
+        return None
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return True if collection_path not in named and OTHER_TIERS.search(collection_path.read_bytes()) else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -33,7 +33,12 @@ def covering(*axes: Iterable[Any], pairs: bool = False) -> list[Any]:
 
 def examples(number: int) -> int:
     """Return how many examples of hypothesis a test has: ``number``, or in ``make test`` a quarter, at least 15."""
-    return max(15, number // 4) if os.environ.get("QUIRE_TESTS_TIER") == "default" else number
+    return max(15, number // 4) if is_default() else number
+
+
+def is_default() -> bool:
+    """Whether the tests of ``make test`` run alone."""
+    return os.environ.get("QUIRE_TESTS_TIER") == "default"
 
 
 def _full(value: Any) -> Any:
