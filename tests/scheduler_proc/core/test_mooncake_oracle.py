@@ -2,13 +2,11 @@
 
 "engine" is a paged pool with a first-in first-out free queue. "engine-u" differs in one point: a freed block without
 cached content goes to the head of the queue. BlockPool is engine-u; FifoBlockPool, for replays of other engines, is
-engine. The expected hits of the excerpt are computed here with lists and dicts; those of the whole half hour were
-published with the trace.
+engine. The expected hits of the excerpt are computed here with lists and dicts; tests/nightly/traces has the whole half
+hour.
 """
 
-import gzip
 import json
-import os
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,15 +142,6 @@ def excerpt() -> list[Arrival]:
     return read_arrivals(EXCERPT.read_text(encoding="utf-8").splitlines())
 
 
-@pytest.fixture(scope="module")
-def half_hour() -> list[Arrival]:
-    folder = os.environ.get("QUIRE_TRACES")
-    if not folder:
-        pytest.skip("QUIRE_TRACES does not name the folder of traces")
-    with gzip.open(Path(folder) / "mooncake" / "conversation_0-30min.jsonl.gz", "rt", encoding="utf-8") as file:
-        return read_arrivals(file)
-
-
 class TestExcerpt:
     """Capacities from one that rejects the longest prompts to one that never evicts."""
 
@@ -178,43 +167,3 @@ class TestExcerpt:
         for block_size, capacity in [(512, 2203), (512, 3572), (128, 8880), (1024, 1860)]:
             engine_u, engine = (simulate(excerpt, block_size, capacity, plain_first=u) for u in (True, False))
             assert engine_u.hit_blocks > engine.hit_blocks
-
-
-class TestHalfHour:
-    """5,719 requests, 73,604,194 prompt tokens; figures as published with the trace."""
-
-    @pytest.mark.parametrize(
-        ("capacity", "hit_blocks"),
-        [(1000, 6358), (10_000, 30_197), (30_000, 45_895), (50_000, 49_366), (100_000, 49_889)],
-    )
-    def test_engine_u(self, half_hour: list[Arrival], capacity: int, hit_blocks: int) -> None:
-        assert replay(half_hour, 512, capacity) == (hit_blocks, 5718, 0)
-
-    @pytest.mark.parametrize(
-        ("block_size", "capacity", "hit_blocks", "requests_with_a_hit", "hit_rate"),
-        [
-            (512, 1000, 6329, 5718, 0.044025),
-            (512, 10_000, 29_228, 5718, 0.203314),
-            (512, 30_000, 45_419, 5718, 0.315940),
-            (512, 50_000, 49_254, 5718, 0.342617),
-            (512, 100_000, 49_889, 5718, 0.347034),
-            pytest.param(16, 320_000, 952_247, 5718, 0.206998, marks=pytest.mark.slow),
-            pytest.param(64, 80_000, 237_574, 5718, 0.206574, marks=pytest.mark.slow),
-            (128, 40_000, 118_551, 5718, 0.206164),
-            (256, 20_000, 59_013, 5718, 0.205251),
-            (1024, 5000, 11_242, 1055, 0.156402),
-        ],
-    )
-    def test_engine(
-        self,
-        half_hour: list[Arrival],
-        block_size: int,
-        capacity: int,
-        hit_blocks: int,
-        requests_with_a_hit: int,
-        hit_rate: float,
-    ) -> None:
-        found = replay(half_hour, block_size, capacity, FifoBlockPool)
-        assert found == (hit_blocks, requests_with_a_hit, 0)
-        rate = found.hit_blocks * block_size / sum(arrival.input_length for arrival in half_hour)
-        assert round(rate, 6) == hit_rate
