@@ -9,6 +9,7 @@ import pytest
 import zmq
 from curve_files import make_keys
 from kv_event_ends import Engine, Subscriber, keys_of
+from waits import wait_for
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.kv_events import END, GONE, MORE
@@ -39,8 +40,7 @@ def subscriber(context: "zmq.Context[Any]", engine: Engine) -> Iterator[Subscrib
 @pytest.mark.full
 def test_a_subscriber_that_loses_messages_ends_with_the_pools_keys(engine: Engine, subscriber: Subscriber) -> None:
     """It subscribes late, and then every third message is lost."""
-    while not subscriber.sub.poll(20):
-        engine.step()
+    wait_for(lambda: subscriber.sub.poll(20) or engine.step())  # type: ignore[func-returns-value]
     filled = 0
     for _ in range(20):
         engine.run(15)
@@ -147,8 +147,7 @@ def test_subscribers_that_do_not_read_do_not_block_the_engine(
     context: "zmq.Context[Any]", engine: Engine, subscriber: Subscriber
 ) -> None:
     lazy = Subscriber(context, engine)
-    while not lazy.sub.poll(20):
-        engine.step()
+    wait_for(lambda: lazy.sub.poll(20) or engine.step())  # type: ignore[func-returns-value]
     engine.run(100)
     for _ in range(200):
         lazy.dealer.send(bytes(8))

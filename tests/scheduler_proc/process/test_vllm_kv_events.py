@@ -13,6 +13,7 @@ from fake_adapters import adapter_ref
 from kv_event_ends import WAIT_MS, key_of, keys_of, layout_of
 from scheduler_driver import Driver
 from vllm_events import Batch, BlockStored, Follower
+from waits import wait_for
 
 from quire.protocol.block_hash import prompt_hashes
 from quire.protocol.errors import ConfigError
@@ -246,8 +247,7 @@ def published(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Publis
 
 
 def test_messages_and_replays_have_the_frames_of_vllm(published: Published) -> None:
-    while not published.sub.poll(20):
-        published.publish(1)
+    wait_for(lambda: published.sub.poll(20) or published.publish(1))  # type: ignore[func-returns-value]
     topic, sequence, payload = published.sub.recv_multipart()
     assert topic == b"kv@pod@model" and len(sequence) == 8
     assert msgspec.msgpack.decode(payload, type=Batch).data_parallel_rank == 1
@@ -329,7 +329,6 @@ def test_tcp_without_keys_is_read_by_any_subscriber_if_it_is_allowed() -> None:
         with context.socket(zmq.SUB) as sub:
             sub.subscribe(b"")
             sub.connect(endpoint)
-            while not sub.poll(20):
-                publisher.publish(b"batch")
+            wait_for(lambda: sub.poll(20) or publisher.publish(b"batch"))  # type: ignore[func-returns-value]
             assert sub.recv_multipart()[::2] == [b"", b"batch"]
         publisher.close()

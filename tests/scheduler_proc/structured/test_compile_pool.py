@@ -50,7 +50,7 @@ class Case:
 
     def wait_for(self, count: int) -> None:
         while len(self.outcomes) < count:
-            select.select([self.pool], [], [])
+            assert select.select([self.pool], [], [], 60)[0], "no outcome"
             self.outcomes |= {source[1]: outcome for source, outcome in self.pool.take()}
 
     def close(self) -> None:

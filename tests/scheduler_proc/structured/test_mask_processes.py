@@ -17,6 +17,7 @@ from engine_processes import engine_processes
 from grammar_cases import demo_backend, demo_config, tokens_of
 from grammar_manager_case import constrained, make_request, sample_inputs, step_of
 from tiers import thinned
+from waits import wait_for
 
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.worker_messages import Proposed
@@ -198,7 +199,6 @@ def test_a_late_mask_comes_later(manager: GrammarManager, monkeypatch: pytest.Mo
     assert found[1] == [(0, Hold("1", "grammar"))]
     for child in children:
         child.resume()
-    while manager.has_waiting_requests:
-        manager.poll()
+    wait_for(lambda: manager.poll() is not None and not manager.has_waiting_requests)
     inputs, failures = sample_inputs(manager, step_of(request))
     assert inputs.bitmask is not None and inputs.bitmask.tolist() == masks_here()[0] and not failures

@@ -2,6 +2,7 @@
 
 import select
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from quire.scheduler_proc.structured.drafts import Proposed
 from quire.scheduler_proc.structured.manager import Events, GrammarManager
 
 PROMPT = [3, 4, 5]
+WAIT_S = 60.0
 
 
 def sample_inputs(
@@ -28,7 +30,9 @@ def sample_inputs(
 ) -> tuple[SampleInputs, Events]:
     """Ask for the bitmasks of a step, and wait for them, as the scheduler's loop does between other work."""
     manager.ask(record, proposed)
+    deadline = time.monotonic() + WAIT_S
     while (found := manager.result()) is None:
+        assert time.monotonic() < deadline, "the masks do not come"
         select.select([manager], [], [], 0.001)
     return found
 
@@ -104,7 +108,9 @@ class Case:
     def decide(self) -> list[tuple[int, Any]]:
         """Return the outcomes of all waiting requests."""
         outcomes: list[tuple[int, Any]] = []
+        deadline = time.monotonic() + WAIT_S
         while self.manager.has_waiting_requests:
+            assert time.monotonic() < deadline, "requests still wait for their grammars"
             outcomes += self.manager.poll()
             select.select([self.manager], [], [], 0.01)
         return outcomes
