@@ -15,6 +15,7 @@ from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.worker_proc.adapters.packed import PackedAdapter, pack_adapter
 from quire.worker_proc.adapters.slots import SlotMemory
 from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.side_work import Answers
 
 CLOSE_SECONDS = 5.0
 """Wait for the load that is running when the worker ends."""
@@ -30,14 +31,14 @@ class AdapterLoader:
         Args:
             wake: called in the thread whenever ``take_answers`` has more to return.
         """
-        self._slots, self._model, self._wake = slots, model, wake
+        self._slots, self._model = slots, model
         self._queue: SimpleQueue[tuple[int, LoadAdapter, Sequence[int]] | None] = SimpleQueue()
         self._thread: Thread | None = None
         # The lock guards everything below.
         self._lock = Lock()
         self._epoch = 0
         self._held: dict[int, PackedAdapter] = {}
-        self._answers: list[AdapterLoaded] = []
+        self._answers = Answers[AdapterLoaded](wake)
 
     @property
     def handlers(self) -> Mapping[type, Callable[[LoadAdapter], None]]:
@@ -47,7 +48,8 @@ class AdapterLoader:
         """Drop all adapters, and the loads that the previous scheduler has sent."""
         with self._lock:
             self._epoch += 1
-            self._held, self._answers = {}, []
+            self._held = {}
+            self._answers.clear()
         self._slots.clear()
 
     def submit(self, message: LoadAdapter) -> None:
@@ -72,10 +74,7 @@ class AdapterLoader:
 
     def take_answers(self) -> list[AdapterLoaded]:
         """Return the answers of the loads that have ended since the last call; steps may use what was loaded."""
-        if not self._answers:  # without the lock, which steps would otherwise take every time
-            return []
-        with self._lock:
-            answers, self._answers = self._answers, []
+        answers = self._answers.take()
         for answer in answers:
             if not answer.problem:
                 self._slots.occupy(answer.slot, answer.number)
@@ -98,8 +97,7 @@ class AdapterLoader:
                 answer = self._load(epoch, message, left)
             with self._lock:
                 if epoch == self._epoch:
-                    self._answers.append(answer)
-            self._wake()
+                    self._answers.add(answer)
 
     def _load(self, epoch: int, message: LoadAdapter, left: Sequence[int]) -> AdapterLoaded:
         began, number = time.perf_counter(), message.number

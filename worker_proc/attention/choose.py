@@ -1,8 +1,7 @@
 """Selection of the attention backend, before weights are loaded; a backend that lacks a needed feature is an error."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -31,26 +30,16 @@ class Gpu:
     capability: Capability
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenBackend:
-    """``description``: name, and version or mode, for the log."""
-
-    backend: AttentionBackend
-    description: str
-
-
 class Unsupported(Exception):
     """A backend cannot run on this machine or with this model; the message lists the missing features."""
 
 
-class BackendFactory(Protocol):
-    """Makes a backend after checking that it can run here and supports the needed features.
+Chosen = tuple[AttentionBackend, str]
+"""A backend, and its name with the version or mode, for the log."""
 
-    Raises:
-        Unsupported: it cannot run here, or lacks a feature.
-    """
-
-    def __call__(self, config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend: ...
+BackendFactory = Callable[[EngineConfig, Needs, Gpu], Chosen]
+"""Makes a backend after checking that it can run here and supports the needed features; otherwise raises
+Unsupported."""
 
 
 def pick_backend(
@@ -89,13 +78,13 @@ def pick_backend(
     needs, gpu = Needs.of(config, layout, head_scales=head_scales), Gpu(device, capability)
     name = "triton" if wanted == "auto" else wanted
     try:
-        chosen = ON_GPU[name](config, needs, gpu)
+        backend, description = ON_GPU[name](config, needs, gpu)
     except Unsupported as error:
         raise ConfigError(f"--attention-backend {name}: {error}; {_alternatives(name, config, needs, gpu)}") from None
     reason = "the device is a GPU" if wanted == "auto" else "requested"
-    graphs = _describe_graphs(chosen.backend, config)
-    log.info("attention backend", name=chosen.description, reason=reason, graphs=graphs)
-    return chosen.backend
+    graphs = _describe_graphs(backend, config)
+    log.info("attention backend", name=description, reason=reason, graphs=graphs)
+    return backend
 
 
 def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[AttentionBackend]) -> int:
@@ -138,7 +127,7 @@ def _cpu(config: EngineConfig) -> AttentionBackend:
     return backend
 
 
-def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
+def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention.triton_backend import TritonBackend
 
     _require(TritonBackend.supports, needs, gpu)
@@ -146,10 +135,10 @@ def _triton(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
         backend = TritonBackend(max_rows=config.max_num_seqs, deterministic=config.deterministic)
     except RuntimeError as error:
         raise Unsupported(str(error)) from None
-    return ChosenBackend(backend, "triton (fixed split of keys)" if config.deterministic else "triton")
+    return backend, ("triton (fixed split of keys)" if config.deterministic else "triton")
 
 
-def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
+def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     from quire.worker_proc.attention import flashinfer_backend
 
     _require(flashinfer_backend.FlashInferBackend.supports, needs, gpu)
@@ -158,10 +147,10 @@ def _flashinfer(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
     except IMPORT_FAILURES as error:
         raise Unsupported(f"cannot load the library ({error}): {install_command('flashinfer')}") from None
     mebibytes = flashinfer_backend.WORKSPACE_BYTES // 2**20
-    return ChosenBackend(backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)")
+    return backend, f"flashinfer (workspace {mebibytes} MiB; kernels are compiled when first used)"
 
 
-def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
+def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> Chosen:
     """Choose the first version of the library that is installed and supports the needed features."""
     from quire.worker_proc.attention.flash_attn_backend import VERSIONS, FlashAttnBackend
 
@@ -175,7 +164,7 @@ def _flash_attn(config: EngineConfig, needs: Needs, gpu: Gpu) -> ChosenBackend:
         except Unsupported as error:
             reasons.append(f"{version.name}: {error}")
         else:
-            return ChosenBackend(FlashAttnBackend(library), f"flash_attn ({library.name})")
+            return FlashAttnBackend(library), f"flash_attn ({library.name})"
     raise Unsupported("; ".join(reasons) + f" ({install_command('flash-attn')} installs version 2)")
 
 

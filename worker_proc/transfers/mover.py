@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from quire.protocol.wire.transfer_messages import (
     MoveKind,
 )
 from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.side_work import Answers
 from quire.worker_proc.transfers.disk import DiskFile
 from quire.worker_proc.transfers.host import HostTier
 from quire.worker_proc.transfers.pages import MapFailed, layout_hash, page_bytes_of
@@ -51,17 +51,17 @@ class BlockMover:
         self._native = native
         self._copies = PageMoves(native, groups, check_tags=check_tags)
         self._layouts = [group.layout for group in groups]
-        self._num_groups, self._num_blocks, self._wake = len(groups), num_blocks, wake
+        self._num_groups, self._num_blocks = len(groups), num_blocks
         self._host: HostTier | str = "there is no host memory"
         self._disk: DiskFile | str = "there is no disk"
         self._host_ids, self._disk_ids = range(0), range(0)
-        self._lock = Lock()
-        self._answers: list[BlocksMoved | DiskContents] = []
+        self._answers = Answers[BlocksMoved | DiskContents](wake)
+        self.take_answers = self._answers.take
 
     def begin_worker_epoch(self) -> None:
         """Drop all transfers and the tiers of the previous scheduler."""
         self.end_transfers()
-        self._answers = []
+        self._answers.clear()
 
     close = begin_worker_epoch
 
@@ -108,7 +108,7 @@ class BlockMover:
         self._disk_ids = range(message.first_page + 1, message.first_page + message.num_pages)
         self._disk = DiskFile(message, self._native, self._copies, self._host)
         if message.read_contents:
-            self._disk.read_contents(self._answer)
+            self._disk.read_contents(self._answers.add)
 
     def submit(self, message: MoveBlocks) -> None:
         """Queue a transfer.
@@ -120,7 +120,7 @@ class BlockMover:
         moves, kind = self.check(message, self._num_blocks), message.kind
         # One load may take its pages from both tiers, which then run beside each other; the scheduler gets one answer.
         on_disk = moves.pages >= self._disk_ids.start if self._disk_ids else np.zeros(len(moves.pages), bool)
-        pending = Pending(message.transfer, 2 - bool(on_disk.all() or not on_disk.any()), self._answer)
+        pending = Pending(message.transfer, 2 - bool(on_disk.all() or not on_disk.any()), self._answers.add)
         tiers = ((self._host, 0, ~on_disk), (self._disk, self._disk_ids.start - 1, on_disk))
         for tier, first, which in tiers:
             if not which.any():
@@ -133,19 +133,6 @@ class BlockMover:
                 pending.ended(part)
             else:
                 tier.submit(part)
-
-    def take_answers(self) -> list[BlocksMoved | DiskContents]:
-        """Return the answers to the messages whose work has ended since the last call."""
-        if not self._answers:  # without the lock, which steps would otherwise take every time
-            return []
-        with self._lock:
-            answers, self._answers = self._answers, []
-        return answers
-
-    def _answer(self, message: BlocksMoved | DiskContents) -> None:
-        with self._lock:
-            self._answers.append(message)
-        self._wake()
 
     def _accept(self, message: HostPages | DiskPages) -> None:
         """Check the size of a tier's pages, and let their headers name the weights. No copy runs yet."""

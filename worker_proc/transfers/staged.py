@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count, cycle
-from threading import Condition, Lock, Thread
+from threading import Condition, Thread
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from quire.protocol.wire.transfer_messages import (
     MoveBlocks,
     MoveKind,
 )
+from quire.worker_proc.side_work import Answers
 from quire.worker_proc.transfers.mover import BlockMover
 from quire.worker_proc.transfers.parts import one_line
 from quire.worker_proc.transfers.staging import BUFFERS, BlockCopier, DeviceBlocks, Staging
@@ -55,7 +56,7 @@ class StagedMover:
         kinds = [
             (kind, on_disk) for on_disk in (False, True)[: 1 + with_disk] for kind in (MoveKind.LOAD, MoveKind.STORE)
         ]
-        self._blocks, self._wake = blocks, wake
+        self._blocks = blocks
         self._staging = Staging(blocks, BUFFERS * len(kinds))
         slots = self._staging.num_slots
         self._inner = BlockMover(native, self._staging.groups, slots, self._woken, check_tags=check_tags)
@@ -71,9 +72,9 @@ class StagedMover:
         }
         self._first_on_disk: int | None = None
         self._numbers = count(1)
-        self._lock = Lock()
         self._forwarded: dict[int, Future[BlocksMoved]] = {}
-        self._answers: list[BlocksMoved | DiskContents] = []
+        self._answers = Answers[BlocksMoved | DiskContents](wake)
+        self.take_answers = self._answers.take
 
     def begin_worker_epoch(self) -> None:
         """As in ``BlockMover``. Lanes wait for the inner mover, which ends all that they wait for."""
@@ -84,7 +85,8 @@ class StagedMover:
             lane.join()
         self._inner.begin_worker_epoch()
         self._first_on_disk = None
-        self._forwarded, self._answers = {}, []
+        self._forwarded = {}
+        self._answers.clear()
 
     close = begin_worker_epoch
 
@@ -110,22 +112,8 @@ class StagedMover:
         on_disk = self._first_on_disk is not None and bool((message.page_ids >= self._first_on_disk).any())
         self._lanes[message.kind, on_disk].submit(_Job(message, self._blocks.steps(), self._ended))
 
-    def take_answers(self) -> list[BlocksMoved | DiskContents]:
-        """As in ``BlockMover``."""
-        # Without the lock, because every turn of the loop asks. An answer that is missed here has a wake-up of its own.
-        if not self._answers:
-            return []
-        with self._lock:
-            answers, self._answers = self._answers, []
-        return answers
-
     def _ended(self, message: MoveBlocks, moved: BlocksMoved) -> None:
-        self._answer(msgspec.structs.replace(moved, transfer=message.transfer))
-
-    def _answer(self, message: BlocksMoved | DiskContents) -> None:
-        with self._lock:
-            self._answers.append(message)
-        self._wake()
+        self._answers.add(msgspec.structs.replace(moved, transfer=message.transfer))
 
     # ---- the inner mover
 
@@ -141,7 +129,7 @@ class StagedMover:
             if isinstance(answer, BlocksMoved):
                 self._forwarded.pop(answer.transfer).set_result(answer)
             else:
-                self._answer(answer)
+                self._answers.add(answer)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.kernels.attention.attention_decode import allocate_decode, plan_decode
 from quire.kernels.attention.attention_plan import plan_attention, plan_prefix
@@ -107,7 +108,7 @@ def check_pieces(tiles: QueryTiles, pieces: np.ndarray[Any, Any]) -> dict[tuple[
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(LENGTHS, LOCAL, st.integers(1, 40), st.sampled_from([1, 8, 64]), st.sampled_from([128, 256]))
 def test_pieces_partition_the_visible_keys(
     rows: list[tuple[int, int]], visible: Visible, capacity: int, tile_tokens: int, min_piece: int
@@ -157,7 +158,7 @@ def test_long_rows_are_cut_and_equal_rows_stay_whole() -> None:
     assert pieces_of([4096, 131072, *([4096] * 31)]) == [1, 32, *([1] * 31)]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(LENGTHS, st.sampled_from([Visible(), Visible(window=700)]))
 def test_fixed_pieces_end_at_multiples(rows: list[tuple[int, int]], visible: Visible) -> None:
     lens = np.array([query_len for query_len, _ in rows])
@@ -169,7 +170,7 @@ def test_fixed_pieces_end_at_multiples(rows: list[tuple[int, int]], visible: Vis
         assert key_start // 512 == (key_end - 1) // 512
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.integers(1, 200), st.sampled_from([16, 272, 5000]), st.sampled_from([1, 8, 64]), st.integers(1, 30))
 def test_a_prefix_pass_covers_every_token_and_key(num_tokens: int, prefix_len: int, tile: int, capacity: int) -> None:
     pieces, num_partials = prefix_pieces(num_tokens, prefix_len, tile, CutRule(capacity))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.batch.group_tables import make_block_tables
@@ -297,7 +298,7 @@ class Pool:
         return [block_id for full, _ in self.held for block_id in full]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32))
 def test_accepts_correct_scheduler_and_refuses_every_mistake(seed: int) -> None:
     rng = random.Random(seed)

@@ -154,7 +154,7 @@ def test_blocks_are_never_torn_while_their_page_changes(native: bool) -> None:
 
         writer = threading.Thread(target=alternate)
         writer.start()
-        answers = [(pool.run(move(True, [3], [1])).failed, pool.block(3)) for _ in range(300)]
+        answers = [(pool.run(move(True, [3], [1])).failed, pool.block(3)) for _ in range(100)]
         ending.set()
         writer.join()
         assert all(failed == [0] or block in blocks for failed, block in answers)
