@@ -9,7 +9,7 @@ from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.http.dialects.messages_body import MessagesRequest
 from quire.frontend.http.dialects.parts import Dropped, Part, read_parts, whole_parts
 from quire.frontend.http.routes.conversation import AnswerReader, tool_of
-from quire.frontend.http.routes.formatter import Collected, Usage
+from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
 from quire.frontend.http.serving.sse import EventStyle
@@ -29,11 +29,11 @@ DELTAS = {
 Fields = dict[str, Any]
 
 
-class MessageFormatter:
+class MessageFormatter(ResponseFormatter):
     """Formats the one answer of a request. A stream has one open block at a time."""
 
     def __init__(self, request: MessagesRequest, num_prompt_tokens: int, reader: AnswerReader, request_id: str) -> None:
-        self.request_id = request_id
+        super().__init__(request_id)
         self.style = EventStyle(b"%b", None, lambda error: frame("error", error.messages_body()))
         self._model = request.chat.model
         self._max_tokens = request.max_tokens
@@ -61,9 +61,6 @@ class MessageFormatter:
             frames.append(_event("message_delta", delta=ended, usage=counts, **_timeline(delta.timeline)))
             frames.append(_event("message_stop"))
         return b"".join(frames)
-
-    def usage_event(self, usage: Usage) -> bytes:
-        return b""  # message_delta has it
 
     def tool(self, index: int) -> str:
         return tool_of(self._reader)

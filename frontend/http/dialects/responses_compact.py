@@ -11,14 +11,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.http.dialects.parts import whole_parts
 from quire.frontend.http.dialects.responses import encode_request, read_with_stored
 from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.frontend.http.dialects.responses_events import token_counts
 from quire.frontend.http.dialects.responses_input import input_items, sealed_summary
 from quire.frontend.http.routes.conversation import AnswerReader
-from quire.frontend.http.routes.formatter import Collected, Usage
+from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.schema import Parser
@@ -61,22 +60,13 @@ def _parse(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesR
     return replace(parsed, chat=replace(chat, params=params, clamp_max_tokens=True))
 
 
-class _SummaryFormatter:
+class _SummaryFormatter(ResponseFormatter):
     """Formats the one object of a compaction; it is never streamed."""
 
     def __init__(self, num_prompt_tokens: int, reader: AnswerReader) -> None:
-        self.request_id = f"cmp_{uuid.uuid4().hex}"
+        super().__init__(f"cmp_{uuid.uuid4().hex}")
         self._num_prompt_tokens = num_prompt_tokens
         self._reader = reader
-
-    def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
-        raise NotImplementedError
-
-    def usage_event(self, usage: Usage) -> bytes:
-        raise NotImplementedError
-
-    def tool(self, index: int) -> str:
-        return ""
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers

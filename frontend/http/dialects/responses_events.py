@@ -13,7 +13,7 @@ from quire.frontend.http.dialects.responses_body import ResponsesRequest
 from quire.frontend.http.dialects.responses_items import OpenItem, new_item
 from quire.frontend.http.routes.chat import format_logprobs
 from quire.frontend.http.routes.conversation import AnswerReader, TokenReader, tool_of
-from quire.frontend.http.routes.formatter import Collected, Usage
+from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import EventStyle
@@ -41,7 +41,7 @@ class EventFraming:
 SSE = EventFraming(lambda kind, data: b"event: %b\ndata: %b\n\n" % (kind.encode(), data), b"data: [DONE]\n\n")
 
 
-class ResponsesFormatter:
+class ResponsesFormatter(ResponseFormatter):
     """Formats the one answer of a request. The answer's items are finished one after the other."""
 
     def __init__(
@@ -53,7 +53,7 @@ class ResponsesFormatter:
         store: Store | None,
         transport: EventFraming = SSE,
     ) -> None:
-        self.request_id = server.new_id("resp_")
+        super().__init__(server.new_id("resp_"))
         self.style = EventStyle(b"%b", transport.end, self._failed)
         self._transport = transport
         self._request = request
@@ -94,9 +94,6 @@ class ResponsesFormatter:
             response = self._finish(delta, counts)
             self._emit(f"response.{response['status']}", response=response)
         return self._take_frames()
-
-    def usage_event(self, usage: Usage) -> bytes:
-        return b""  # the last event has it
 
     def tool(self, index: int) -> str:
         return tool_of(self._reader.reader)

@@ -16,6 +16,7 @@ from quire.frontend.http.routes.formatter import (
     Collected,
     ExpertsBody,
     ReasoningTokens,
+    ResponseFormatter,
     Usage,
     encode_choices,
     experts_body,
@@ -157,13 +158,12 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter, piece=piece)
 
 
-class ChatFormatter:
+class ChatFormatter(ResponseFormatter):
     """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role."""
 
     __slots__ = (
         "_called", "_calls_named", "_created", "_has_content", "_include_usage", "_is_plain", "_model", "_moe",
-        "_num_prompt_logprobs", "_prompt_token_ids", "_readers", "_returns_ids", "_templates",
-        "_token_texts", "request_id",
+        "_num_prompt_logprobs", "_prompt_token_ids", "_readers", "_returns_ids", "_templates", "_token_texts",
     )  # fmt: skip
 
     def __init__(
@@ -174,7 +174,7 @@ class ChatFormatter:
         prompts: Sequence[Prompt],
         request_id: str,
     ) -> None:
-        self.request_id = request_id
+        super().__init__(request_id)
         self._created = int(time.time())
         self._model = request.model
         self._include_usage = request.stream_options.include_usage

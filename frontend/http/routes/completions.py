@@ -13,6 +13,7 @@ from quire.frontend.engine.answers import OutputDelta, PlacedLogprobs
 from quire.frontend.http.routes.formatter import (
     Collected,
     ExpertsBody,
+    ResponseFormatter,
     Usage,
     encode_choices,
     experts_body,
@@ -94,11 +95,11 @@ async def completions(server: Server, request: Request) -> ASGIApp:
     return Generation(server, parsed, prompts, formatter, new_formatter=new_formatter, piece=piece)
 
 
-class CompletionFormatter:
+class CompletionFormatter(ResponseFormatter):
     """Formats ``text_completion`` objects."""
 
     def __init__(self, server: Server, request: CompletionRequest, prompts: Sequence[Prompt], request_id: str) -> None:
-        self.request_id = request_id
+        super().__init__(request_id)
         self._created = int(time.time())
         self._model = request.model
         self._include_usage = request.stream_options.include_usage
@@ -128,9 +129,6 @@ class CompletionFormatter:
             answers = self._best(answers)
         choices = encode_choices(answers, lambda index, answer: self._choice(index, "".join(answer.texts), answer))
         return self._object(choices, usage)
-
-    def tool(self, index: int) -> str:
-        return ""
 
     def _best(self, answers: Sequence[Collected]) -> list[Collected]:
         """Return the best answers of each prompt: those with the highest sum of log probabilities, in this order."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -123,27 +122,29 @@ def experts_body(answer: OutputDelta | Collected, moe: MoeConfig | None) -> Expe
     return ExpertsBody(list(found.shape), str(found.dtype), found.tobytes())
 
 
-class ResponseFormatter(Protocol):
-    """Formats the responses of one endpoint as JSON."""
+class ResponseFormatter:
+    """Formats the responses of one endpoint as JSON. ``request_id``: id of the response."""
 
-    @property
-    def request_id(self) -> str: ...
+    __slots__ = ("request_id",)
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         """Return the event for one delta of sequence ``index``."""
-        ...
+        raise NotImplementedError
 
     def usage_event(self, usage: Usage) -> bytes:
-        """Return the last event, which holds the usage if the client requested it."""
-        ...
+        """Return the last event, which holds the usage if the client requested it; empty if an earlier one has it."""
+        return b""
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         """Return the body of a response that is not streamed."""
-        ...
+        raise NotImplementedError
 
     def tool(self, index: int) -> str:
         """Return the name of the first tool that answer ``index``, which was formatted, calls, or ""."""
-        ...
+        return ""
 
 
 def report_tools(formatter: ResponseFormatter, answers: Sequence[StreamedAnswer]) -> None:

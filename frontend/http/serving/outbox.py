@@ -29,7 +29,7 @@ class Outbox:
 
 
 class ChunkWriter:
-    """Implements ``sse.BodyWriter`` for a response with chunked encoding.
+    """Writes the body of a started response with chunked encoding.
 
     Passing each part through the application's layers as a message of ASGI would cost more than making it.
     """
@@ -41,6 +41,7 @@ class ChunkWriter:
         self._outbox = outbox
 
     def write(self, part: bytes) -> int:
+        """Write a part soon, without waiting for the reader. Return the bytes before it that wait for the reader."""
         transport, outbox = self._transport, self._outbox
         if not outbox.parts:
             outbox.flush_soon()
@@ -48,6 +49,7 @@ class ChunkWriter:
         return transport.get_write_buffer_size()
 
     def flush(self) -> None:
+        """Write all parts now, because the next one is a message of ASGI."""
         self._outbox.flush()
 
 

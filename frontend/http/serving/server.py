@@ -20,7 +20,7 @@ from quire.frontend.http.serving.gate import TENANT
 from quire.frontend.http.serving.key_queues import KeyQueues, WaitingSequences
 from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.frontend.http.serving.peers import Peers
-from quire.frontend.http.serving.tracing import RequestSpan, Tracer
+from quire.frontend.http.serving.tracing import OtlpTracer, RequestSpan
 from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
 from quire.frontend.http.stored.response_store import OwnResponses, ResponseStore
 from quire.frontend.ids import new_id
@@ -100,7 +100,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     own_names: tuple[str, ...] = ()
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
-    tracer: Tracer | None = None
+    tracer: OtlpTracer | None = None
     root_path: str = ""
     sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: Policy = "ignore"

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Receive, Send
 
 from quire.frontend.http.schema.errors import ApiError, ClientDisconnected
+from quire.frontend.http.serving.outbox import ChunkWriter
 
 SlowWork = Callable[[], Awaitable[None]]
 DONE = b"[DONE]"
@@ -49,18 +50,6 @@ class SlowReader(Exception):
     """The client reads too slowly: its request is aborted."""
 
 
-class BodyWriter(Protocol):
-    """What a server offers to write the body of a started response with, at a fraction of the cost of ASGI."""
-
-    def write(self, part: bytes) -> int:
-        """Write a part soon, without waiting for the reader. Return the bytes before it that wait for the reader."""
-        ...
-
-    def flush(self) -> None:
-        """Write all parts now, because the next one is a message of ASGI."""
-        ...
-
-
 class EventStream:
     """One streamed response. The status line is sent with the first event, so that a refusal before it has its own
     status.
@@ -70,7 +59,9 @@ class EventStream:
 
     __slots__ = ("_frame", "_num_unsent_writes", "_request_id", "_send", "_style", "_writer", "started")
 
-    def __init__(self, send: Send, request_id: str, writer: BodyWriter | None, style: EventStyle = DATA_EVENTS) -> None:
+    def __init__(
+        self, send: Send, request_id: str, writer: ChunkWriter | None, style: EventStyle = DATA_EVENTS
+    ) -> None:
         """``writer``: None on a server that has none; each write is then slow work."""
         self._send = send
         self._request_id = request_id

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from quire.frontend.http.serving.metrics import SequenceClock
 from quire.protocol.request.sampling_params import SamplingParams
@@ -65,16 +65,6 @@ class RequestSpan:
         return found
 
 
-class Tracer(Protocol):
-    def record(self, headers: Sequence[tuple[bytes, bytes]], span: RequestSpan) -> None:
-        """Send a span. ``headers``: of the request; a W3C ``traceparent`` among them is the span's parent."""
-        ...
-
-    def close(self) -> None:
-        """Send what is unsent, if the collector accepts it within ``FLUSH_S``."""
-        ...
-
-
 class OtlpTracer:
     """Sends spans over HTTP from a thread. A collector that is slow or absent loses spans and delays no request."""
 
@@ -95,6 +85,7 @@ class OtlpTracer:
         self._kind = trace.SpanKind.SERVER
 
     def record(self, headers: Sequence[tuple[bytes, bytes]], span: RequestSpan) -> None:
+        """Send a span. ``headers``: of the request; a W3C ``traceparent`` among them is the span's parent."""
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers if name in PARENT_HEADERS}
         started = self._tracer.start_span(
             SPAN_NAME,
@@ -106,6 +97,7 @@ class OtlpTracer:
         started.end(_epoch_ns(span.end))
 
     def close(self) -> None:
+        """Send what is unsent, if the collector accepts it within ``FLUSH_S``."""
         flush = threading.Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(FLUSH_S)

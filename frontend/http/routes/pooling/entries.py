@@ -1,46 +1,20 @@
-"""JSON of vectors, and the list of entries that most routes answer with."""
+"""The entries of each kind of response: vectors, labels, scores, ranks."""
 
 import base64
 from collections.abc import Iterable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 
-from quire.frontend.http.routes.pooling.response import PooledHead, PooledUsage
+from quire.frontend.http.routes.pooling.response import ENCODE, Entries, PooledHead, PooledUsage
 from quire.frontend.http.routes.pooling.run import Outcome, Rows
 from quire.frontend.http.schema.errors import ApiError, ErrorDetail
 from quire.frontend.text.pooling.comparisons import Scores, ranking
 
 PART_VALUES = 16_384
 """Values that are written as JSON at once, which takes about a millisecond."""
-ENCODE = msgspec.json.encode
 
 
-class ListEntries:
-    """``{"id", "object": "list", "created", "model", "data": [...], "usage"}``. Subclasses write the entries."""
-
-    def __init__(self, answer: PooledHead) -> None:
-        self.answer = answer
-        self._num_written = 0
-
-    def head(self) -> bytes:
-        answer = self.answer
-        around = {"id": answer.id, "object": "list", "created": answer.created, "model": answer.model, "data": []}
-        return ENCODE(around).removesuffix(b"]}")
-
-    def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
-        raise NotImplementedError
-
-    def tail(self, usage: PooledUsage) -> Iterable[bytes]:
-        return [b'],"usage":%b}' % ENCODE(usage)]
-
-    def _entry(self, entry: object) -> bytes:
-        """Return a whole entry, with the comma before it."""
-        self._num_written += 1
-        return (b"," if self._num_written > 1 else b"") + ENCODE(entry)
-
-
-class VectorEntries(ListEntries):
+class VectorEntries(Entries):
     """Entries with a vector, or several, in the field of their kind's name.
 
     ``{"object": "embedding", "index", "embedding"}`` or ``{"object": "pooling", "index", "data"}``.
@@ -80,7 +54,7 @@ def _rows(rows: Rows) -> Iterator[bytes]:
         yield (b"," if begin else b"") + text
 
 
-class LabelEntries(ListEntries):
+class LabelEntries(Entries):
     """``{"index", "label", "probs", "num_classes"}``."""
 
     def __init__(self, answer: PooledHead, labels: Sequence[str]) -> None:
@@ -95,7 +69,7 @@ class LabelEntries(ListEntries):
         return [self._entry({"index": index, "label": label, "probs": values, "num_classes": len(values)})]
 
 
-class ScoreEntries(ListEntries):
+class ScoreEntries(Entries):
     """``{"index", "object": "score", "score"}``."""
 
     def __init__(self, answer: PooledHead, scores: Scores[ApiError]) -> None:
@@ -112,7 +86,7 @@ class ScoreEntries(ListEntries):
         return [self._entry(entry | {"score": score})]
 
 
-class RankEntries:
+class RankEntries(Entries):
     """``{"id", "model", "results": [...], "usage"}``, the best result first: all results are known before the first.
 
     A result is ``{"index", "relevance_score"}``, and ``document`` if the client asked for it. Documents that failed are
@@ -123,7 +97,7 @@ class RankEntries:
         self, answer: PooledHead, scores: Scores[ApiError], documents: Sequence[str], top_n: int, *, shown: bool
     ) -> None:
         """``top_n``: results that are returned; 0: all. ``shown``: return the documents' texts."""
-        self.answer = answer
+        super().__init__(answer)
         self._scores = scores
         self._documents = documents
         self._top_n = top_n

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -24,6 +24,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 
 log = event_logger("http")
 
+ENCODE = msgspec.json.encode
 MAX_AT_ONCE = 64
 """Inputs of a response that begins when all results are known, so that the failure of one has an error status."""
 
@@ -46,23 +47,31 @@ class PooledHead(msgspec.Struct, frozen=True):
         return cls(new_request_id(server, f"{prefix}-", request), int(time.time()), model)
 
 
-class Entries(Protocol):
+class Entries(ABC):
     """Writes the JSON of one response: the list of its entries, and what is around it."""
 
-    @property
-    def answer(self) -> PooledHead: ...
+    def __init__(self, answer: PooledHead) -> None:
+        self.answer = answer
+        self._num_written = 0
 
     def head(self) -> bytes:
         """Return everything before the first entry."""
-        ...
+        answer = self.answer
+        around = {"id": answer.id, "object": "list", "created": answer.created, "model": answer.model, "data": []}
+        return ENCODE(around).removesuffix(b"]}")
 
+    @abstractmethod
     def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
         """Return the parts of the entries that this outcome completes. Each entry but the first begins with a comma."""
-        ...
 
     def tail(self, usage: PooledUsage) -> Iterable[bytes]:
         """Return the rest, in parts."""
-        ...
+        return [b'],"usage":%b}' % ENCODE(usage)]
+
+    def _entry(self, entry: object) -> bytes:
+        """Return a whole entry, with the comma before it."""
+        self._num_written += 1
+        return (b"," if self._num_written > 1 else b"") + ENCODE(entry)
 
 
 class PooledResponse:
