@@ -188,35 +188,6 @@ def served(app: Starlette) -> Iterator[str]:
 
 
 class TestOverSockets:
-    def test_openai_client(self, served: str, tokenizer: Any) -> None:
-        reply = "one two three four five"
-        with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == ["tiny", "alias"]
-            stream = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "hello"}],
-                stream=True,
-                stream_options={"include_usage": True},
-                logprobs=True,
-                top_logprobs=1,
-            )
-            chunks = list(stream)
-            assert chunks[0].choices[0].delta.role == "assistant"
-            assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == reply
-            usage = chunks[-1].usage
-            assert usage is not None
-            assert usage.completion_tokens == len(tokenizer.encode(reply).ids) + 1
-            assert usage.prompt_tokens_details is not None
-            assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens // 2
-            whole = client.completions.create(model="tiny", prompt=[3, 4], max_tokens=50, stop="three", logprobs=1)
-            assert whole.choices[0].text == "one two "
-            assert whole.choices[0].logprobs is not None
-            with pytest.raises(openai.BadRequestError) as bad:
-                client.chat.completions.create(model="tiny", messages=[], temperature=3)
-            assert bad.value.param == "temperature"
-            with pytest.raises(openai.NotFoundError):
-                client.completions.create(model="other", prompt="x")
-
     def test_error_within_a_stream_reaches_the_openai_client(self, served: str, engine: Any) -> None:
         engine.ending = RuntimeError("inside")
         with openai.OpenAI(base_url=f"{served}/v1", api_key="none", max_retries=0) as client:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.extend(map(str, (Path(__file__).resolve().parents[2] / "support").iterdir()))
+sys.path.extend(map(str, [(here := Path(__file__).resolve()).parent, *(here.parents[2] / "support").iterdir()]))
 
 from abuse import AbusedServer
 from http_fuzzer import BadAnswer, Counts, check_base_requests, fuzz
