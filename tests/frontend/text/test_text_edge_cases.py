@@ -22,7 +22,7 @@ from quire.frontend.text.prompts import (
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.frontend.text.text_out import StopStrings
 from quire.protocol.errors import InvalidRequest
-from quire.protocol.request.sampling_params import MAX_STOP_CHARACTERS, SamplingParams
+from quire.protocol.request.sampling_params import SamplingParams
 
 MESSAGE_TEMPLATE = ChatTemplate("{{ messages[0].content }}", {}, "test")
 
@@ -221,8 +221,3 @@ class TestManyStops:
         text = ("a" * 99 + "b") * 50
         assert stops.find(text) is None
         assert len(text) <= lookups <= 2 * len(text)
-
-    def test_the_total_length_of_stop_strings_is_bounded(self) -> None:
-        SamplingParams(stop=["x" * 1024] * (MAX_STOP_CHARACTERS // 1024))
-        with pytest.raises(InvalidRequest, match="all entries of stop together must have at most 8192 characters"):
-            SamplingParams(stop=["x" * 1024] * (MAX_STOP_CHARACTERS // 1024) + ["x"])
