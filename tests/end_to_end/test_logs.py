@@ -6,8 +6,8 @@ import signal
 import httpx
 import pytest
 from engine_processes import engine_processes
-from fault_server import wait_until
 from served import Served
+from waits import wait_for
 
 
 @pytest.mark.full
@@ -22,7 +22,7 @@ def test_every_process_writes_json_lines() -> None:
         (scheduler,) = engine_processes("quire.scheduler_proc")
         scheduler.kill()  # the supervisor logs that
         for text in ("restarting the scheduler", "leaves out"):
-            assert wait_until(lambda text=text: text in "".join(server.log), 10) is not None
+            wait_for(lambda text=text: text in "".join(server.log), 10)
     finally:
         assert server.stop(signal.SIGTERM) == 0
     records = [json.loads(line) for line in server.log]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from engine_processes import engine_processes
 from served import Served
@@ -22,7 +21,6 @@ from quire.replay.recorded.reader import TraceReader
 from quire.replay.recorded.replay_trace import replay_trace
 from quire.replay.run.run_record import RunRecord
 from quire.scheduler_proc.trace.files import part_path
-from quire.scheduler_proc.trace.lines import Line, encode_line
 
 pytestmark = pytest.mark.full
 
@@ -110,14 +108,9 @@ def check_run(record: RunRecord, num_aborted: int) -> None:
     assert record.virtual_s > 0 and sum(run.num_cached_tokens for run in record.requests) > 0
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
-    return path, record_run(path, 1500, "--scheduling-policy", "priority", "--simulate", "constant:0.5")
-
-
-def test_a_live_run_replays_exactly(recorded: tuple[Path, int]) -> None:
-    path, num_aborted = recorded
+def test_a_live_run_replays_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    num_aborted = record_run(path, 1500, "--scheduling-policy", "priority", "--simulate", "constant:0.5")
     record = replay_trace(path)
     check_run(record, num_aborted)
     assert len(record.steps) > 200
@@ -125,47 +118,6 @@ def test_a_live_run_replays_exactly(recorded: tuple[Path, int]) -> None:
     assert replay_lines(TraceReader(dump)) is None
 
 
-def test_a_changed_number_is_located(recorded: tuple[Path, int], tmp_path: Path) -> None:
-    """One number of a decision, an arrival or a result is changed, with its checksum updated."""
-    path, _ = recorded
-    lines = [read.line for read in TraceReader(path)]
-    for kind, field in (("StepDecision", "counts"), ("Arrival", "num_prompt_tokens"), ("Result", "ended")):
-        at, line = next(
-            (at, line)
-            for at, line in enumerate(lines)
-            if type(line).__name__ == kind and getattr(line, field) and at > len(lines) // 2
-        )
-        changed = tmp_path / kind
-        with changed.open("wb") as file:
-            for number, each in enumerate(lines):
-                written = with_another(line, field) if number == at else msgspec.structs.replace(each, crc=None)
-                file.write(encode_line(written) + b"\n")
-        record = replay_trace(changed)
-        assert record.decisions_equal is False and record.first_difference is not None
-        found = record.first_difference["line"]
-        assert found >= at + 1 if kind == "Arrival" else found == at + 1
-
-
-def with_another(line: Line, field: str) -> Line:
-    value = getattr(line, field)
-    if field == "num_prompt_tokens":
-        return msgspec.structs.replace(line, crc=None, num_prompt_tokens=value - 1)
-    if field == "ended":
-        less = msgspec.structs.replace(value[0], num_output_tokens=value[0].num_output_tokens - 1)
-        return msgspec.structs.replace(line, crc=None, ended=[less, *value[1:]])
-    (handle, count), *rest = value
-    return msgspec.structs.replace(line, crc=None, counts=[(handle, count + 1), *rest])
-
-
-def test_a_trace_can_be_loaded_as_a_workload(recorded: tuple[Path, int]) -> None:
-    path, num_aborted = recorded
-    workload = load(path, LoadOptions())
-    assert len(workload.calls) == len(replay_trace(path).requests)
-    assert any("aborted" in note for note in workload.notes) == (num_aborted > 0)
-    assert workload.settings["num_usable_blocks"] == 22 and workload.settings["scheduling_policy"] == "priority"
-
-
-@pytest.mark.full
 def test_the_trace_continues_after_the_death_of_the_scheduler(tmp_path: Path) -> None:
     """Three schedulers in turn: what the first two recorded is kept, and a request is one request in the record."""
     path = tmp_path / "trace.jsonl"

@@ -8,9 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import psutil
-from fault_server import FaultServer, has_settled, wait_until
+from fault_server import FaultServer, has_settled
 from live_streams import Answer, StreamRequest, stream
 from raw_http import get
+from waits import wait_for
 
 HUNG_S = 60.0
 """A longer run has failed, on any machine."""
@@ -82,13 +83,13 @@ async def is_empty(port: int) -> bool:
 def held_recovery(server: FaultServer) -> Iterator[None]:
     """Kill the worker, and stop the process that takes over until the end of the block."""
     ready = lambda: len(server.standbys()) == 1 and has_settled(server.standbys()[0])  # noqa: E731
-    assert wait_until(ready, HUNG_S) is not None, "no standby"
+    wait_for(ready, HUNG_S)
     standby = server.standbys()[0]
     standby.suspend()
     try:
         began = time.monotonic()
         server.victims("worker")[0].kill()
-        assert wait_until(lambda: server.noticed(began) is not None, HUNG_S) is not None
+        wait_for(lambda: server.noticed(began) is not None, HUNG_S)
         yield
     finally:
         standby.resume()
