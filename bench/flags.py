@@ -11,13 +11,17 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the JSON line to FILE; -: print it alone")
 
 
+def _add_number(parser: argparse.ArgumentParser, flag: str, default: int, text: str) -> None:
+    parser.add_argument(flag, type=int, metavar="N", default=default, help=f"{text} ({default})")
+
+
 def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME", help="model shape with random weights, such as smollm2-135m")
-    parser.add_argument("--num-requests", type=int, metavar="N", default=32, help="concurrent requests (32)")
-    parser.add_argument("--input-len", type=int, metavar="N", default=128, help="tokens per prompt (128)")
-    parser.add_argument("--output-len", type=int, metavar="N", default=128, help="output tokens per request (128)")
-    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="timed rounds, reported as median (3)")
-    parser.add_argument("--prompt-seed", type=int, metavar="N", default=0, help="random seed for the prompts (0)")
+    _add_number(parser, "--num-requests", 32, "concurrent requests")
+    _add_number(parser, "--input-len", 128, "tokens per prompt")
+    _add_number(parser, "--output-len", 128, "output tokens per request")
+    _add_number(parser, "--rounds", 3, "timed rounds, reported as median")
+    _add_number(parser, "--prompt-seed", 0, "random seed for the prompts")
     threads = "compute threads of Quire and of each peer (OMP_NUM_THREADS, or one per core)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
     choices = ", ".join(":".join((name, "|".join(weights))).rstrip(":") for name, weights in PEERS.items())
@@ -29,11 +33,11 @@ def engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--openvino-exporter", metavar="PYTHON", help=exporter)
     gguf = "have Quire load the checkpoint as a GGUF file of this type, the one that llamacpp:TYPE loads"
     parser.add_argument("--gguf", choices=PEERS["llamacpp"], help=gguf)
-    adapters = "repeat each round with N random LoRA adapters, of which each request has one in turn (0)"
-    parser.add_argument("--adapters", type=int, metavar="N", default=0, help=adapters)
+    _add_number(
+        parser, "--adapters", 0, "repeat each round with N random LoRA adapters, of which each request has one in turn"
+    )
     parser.add_argument("--adapter-rank", type=int, metavar="R", default=16, help="rank of these adapters (16)")
-    busy = "after each timed round, repeat it with N busy processes beside it (0)"
-    parser.add_argument("--busy", type=int, metavar="N", default=0, help=busy)
+    _add_number(parser, "--busy", 0, "after each timed round, repeat it with N busy processes beside it")
     parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="driver of the peers (tools/peers/engine.py)")
     dtypes = ("auto", "bfloat16", "float32")
     dtype = "dtype of the peers; auto: the faster one on this CPU (auto)"
@@ -44,10 +48,10 @@ def engine(parser: argparse.ArgumentParser) -> None:
 
 def embed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME", help="encoder shape with random weights: bge-base or bge-small")
-    parser.add_argument("--num-texts", type=int, metavar="N", default=64, help="texts in a round (64)")
-    parser.add_argument("--input-len", type=int, metavar="N", default=128, help="tokens per text (128)")
-    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="timed rounds (3)")
-    parser.add_argument("--prompt-seed", type=int, metavar="N", default=0, help="random seed for the texts (0)")
+    _add_number(parser, "--num-texts", 64, "texts in a round")
+    _add_number(parser, "--input-len", 128, "tokens per text")
+    _add_number(parser, "--rounds", 3, "timed rounds")
+    _add_number(parser, "--prompt-seed", 0, "random seed for the texts")
     threads = "compute threads of Quire and of the peer (OMP_NUM_THREADS, or one per core)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
     against = "alternate rounds with sentence-transformers; PYTHON: its interpreter (Quire's)"
@@ -63,13 +67,12 @@ def serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset", metavar="FILE|random", default="random", help=dataset)
     parser.add_argument("--num-prompts", type=int, metavar="N", help="prompts to send (random: 100; FILE: all)")
     parser.add_argument("--input-len", type=int, metavar="N", help="tokens per prompt (random: 512; FILE: no limit)")
-    concurrency = "closed loop: number of clients with one request each (8)"
-    parser.add_argument("--concurrency", type=int, metavar="N", default=8, help=concurrency)
+    _add_number(parser, "--concurrency", 8, "closed loop: number of clients with one request each")
     rate = "open loop instead of --concurrency: requests per second, Poisson arrivals"
     parser.add_argument("--rate", type=float, metavar="RATE", help=rate)
-    parser.add_argument("--max-tokens", type=int, metavar="N", default=64, help="most output tokens per request (64)")
+    _add_number(parser, "--max-tokens", 64, "most output tokens per request")
     parser.add_argument("--temperature", type=float, metavar="T", default=0.0, help="sampling temperature (0)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="random seed for arrivals and sampling (0)")
+    _add_number(parser, "--seed", 0, "random seed for arrivals and sampling")
     parser.add_argument("--chat", action="store_true", help="send chat messages instead of raw completions")
     parser.add_argument("--ignore-eos", action="store_true", help="generate exactly --max-tokens per request")
     parser.add_argument("--model", metavar="MODEL", help="served model name to request (first one listed)")
@@ -79,11 +82,11 @@ def serve(parser: argparse.ArgumentParser) -> None:
 
 def beams(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", metavar="NAME", help="model shape with random weights, such as smollm2-135m")
-    parser.add_argument("--beam-width", type=int, metavar="N", default=8, help="beams of each search (8)")
-    parser.add_argument("--num-prompts", type=int, metavar="N", default=1, help="searches at once (1)")
-    parser.add_argument("--input-len", type=int, metavar="N", default=128, help="tokens per prompt (128)")
-    parser.add_argument("--output-len", type=int, metavar="N", default=64, help="tokens per output (64)")
-    parser.add_argument("--rounds", type=int, metavar="N", default=5, help="timed rounds, reported as median (5)")
+    _add_number(parser, "--beam-width", 8, "beams of each search")
+    _add_number(parser, "--num-prompts", 1, "searches at once")
+    _add_number(parser, "--input-len", 128, "tokens per prompt")
+    _add_number(parser, "--output-len", 64, "tokens per output")
+    _add_number(parser, "--rounds", 5, "timed rounds, reported as median")
     _add_json(parser)
     add_engine_options(parser)
 
@@ -92,26 +95,24 @@ def pins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", metavar="TRACE", help="trace with conversations and their pauses, as of quire replay")
     cost = "roofline:llama-3.1-8b,h200"
     parser.add_argument("--cost", metavar="SPEC", default=cost, help=f"seconds of prefill, as of quire replay ({cost})")
-    parser.add_argument("--num-usable-blocks", type=int, metavar="N", default=15_000, help="blocks of the pool (15000)")
-    parser.add_argument("--block-size", type=int, metavar="N", default=64, help="tokens of a block (64)")
+    _add_number(parser, "--num-usable-blocks", 15_000, "blocks of the pool")
+    _add_number(parser, "--block-size", 64, "tokens of a block")
     stagger = "seconds between the starts of conversations that have no common clock (60)"
     parser.add_argument("--stagger", type=float, metavar="S", default=60.0, help=stagger)
     _add_json(parser)
 
 
 def wire(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-requests", type=int, metavar="N", default=256, help="decoding requests (256)")
-    parser.add_argument("--steps", type=int, metavar="N", default=1024, help="steps to record (1024)")
+    _add_number(parser, "--num-requests", 256, "decoding requests")
+    _add_number(parser, "--steps", 1024, "steps to record")
     _add_json(parser)
 
 
 def router(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engines", type=int, metavar="N", default=4, help="engines (4)")
-    parser.add_argument(
-        "--blocks", type=int, metavar="N", default=100_000, help="cached blocks of each engine (100000)"
-    )
-    parser.add_argument("--requests", type=int, metavar="N", default=1000, help="requests of each length (1000)")
-    parser.add_argument("--events", type=int, metavar="N", default=200_000, help="events to follow (200000)")
+    _add_number(parser, "--engines", 4, "engines")
+    _add_number(parser, "--blocks", 100_000, "cached blocks of each engine")
+    _add_number(parser, "--requests", 1000, "requests of each length")
+    _add_number(parser, "--events", 200_000, "events to follow")
     _add_json(parser)
 
 
@@ -119,8 +120,7 @@ def scheduler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", metavar="A,B", help="sections to run (all)")
     parser.add_argument("--peer", type=Path, metavar="FILE", help="Python interpreter with vLLM, to alternate with")
     parser.add_argument("--peer-driver", type=Path, metavar="FILE", help="script that drives the peer's scheduler")
-    repeats = "fresh processes per section, reported as median (1)"
-    parser.add_argument("--repeats", type=int, metavar="N", default=1, help=repeats)
+    _add_number(parser, "--repeats", 1, "fresh processes per section, reported as median")
     steady = "use the short path of steady decode (on)"
     parser.add_argument("--steady", action=argparse.BooleanOptionalAction, default=True, help=steady)
     _add_json(parser)
@@ -129,18 +129,14 @@ def scheduler(parser: argparse.ArgumentParser) -> None:
 def sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="model whose tokenizer section masks uses (the demo's)")
     parser.add_argument("--sections", metavar="A,B", help="sections to run: worker, masks, fall, repeating (all)")
-    parser.add_argument("--rows", type=int, metavar="N", default=256, help="rows of section worker's batch (256)")
-    vocab = "vocabulary size of section worker's logits (32768)"
-    parser.add_argument("--vocab-size", type=int, metavar="N", default=32768, help=vocab)
-    repeats = "steps per figure of section worker, reported as median (20)"
-    parser.add_argument("--repeats", type=int, metavar="N", default=20, help=repeats)
+    _add_number(parser, "--rows", 256, "rows of section worker's batch")
+    _add_number(parser, "--vocab-size", 32768, "vocabulary size of section worker's logits")
+    _add_number(parser, "--repeats", 20, "steps per figure of section worker, reported as median")
     shape = "model shape with random weights for section repeating, besides the demo model; repeatable"
     parser.add_argument("--shape", action="append", metavar="NAME", default=[], help=shape)
     parser.add_argument("--method", choices=("ngram", "suffix"), default="ngram", help="draft proposer (ngram)")
-    output_len = "output tokens per request of section repeating (512)"
-    parser.add_argument("--output-len", type=int, metavar="N", default=512, help=output_len)
-    rounds = "timed requests of section repeating, reported as median (5)"
-    parser.add_argument("--rounds", type=int, metavar="N", default=5, help=rounds)
+    _add_number(parser, "--output-len", 512, "output tokens per request of section repeating")
+    _add_number(parser, "--rounds", 5, "timed requests of section repeating, reported as median")
     _add_json(parser)
 
 

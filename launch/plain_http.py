@@ -4,6 +4,7 @@ httpx would save a few lines here, but then each installation that serves would 
 engines`` alone; only benchmarks need its pools and streams.
 """
 
+import argparse
 import http.client
 import os
 import urllib.error
@@ -11,8 +12,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from quire.launch.config.api_keys import read_keys
 from quire.protocol.errors import ConfigError
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0
 MAX_BYTES = 2**24
 
@@ -77,6 +80,19 @@ def base_url(url: str) -> str:
 def server_key(given: str | None) -> str:
     """Return the API key to send: as given, or of the variable QUIRE_API_KEY, or ""."""
     return given or os.environ.get("QUIRE_API_KEY", "")
+
+
+def add_server_options(parser: argparse.ArgumentParser, admin_key: str) -> None:
+    """Add the address of a running server, and the administrator's key; ``admin_key``: the help of it."""
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"address of the server ({DEFAULT_URL})")
+    parser.add_argument("--admin-api-key", metavar="KEY", help=f"{admin_key} (the variable QUIRE_ADMIN_API_KEY)")
+    parser.add_argument("--admin-api-key-file", metavar="FILE", help="file with that key in its first line")
+
+
+def admin_key(args: argparse.Namespace) -> str:
+    """Return the administrator's key of flag, file or variable, or "". Raise ConfigError as ``read_keys``."""
+    given = [args.admin_api_key] if args.admin_api_key else None
+    return next(iter(read_keys("admin-api-key", given, args.admin_api_key_file)), "")
 
 
 def bearer(key: str) -> dict[str, str]:

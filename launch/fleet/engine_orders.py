@@ -8,13 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.launch.config.api_keys import read_keys
-from quire.launch.plain_http import PlainServer, bearer
+from quire.launch.plain_http import PlainServer, add_server_options, admin_key, bearer
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.process.fleet_orders import ALL, ORDERS
 from quire.protocol.process.log import write_line
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 POLL_S = 0.5
 STALLED_S = 120.0
 """Time without any change of the engines after which an order is no longer waited for."""
@@ -47,13 +45,7 @@ def add_engines_flags(parser: argparse.ArgumentParser) -> None:
         "end it), restart (drain, end and start it; without ENGINE all of them, one after the other)",
     )
     parser.add_argument("engine", nargs="?", type=int, metavar="ENGINE", help="number of the engine")
-    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"address of the server ({DEFAULT_URL})")
-    parser.add_argument(
-        "--admin-api-key",
-        metavar="KEY",
-        help="the server's administrator's key (the variable QUIRE_ADMIN_API_KEY)",
-    )
-    parser.add_argument("--admin-api-key-file", metavar="FILE", help="file with that key in its first line")
+    add_server_options(parser, "the server's administrator's key")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until the order is carried out")
     parser.add_argument("--json", action="store_true", help="print the engines as one JSON object")
 
@@ -72,10 +64,9 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"add takes no number of an engine (got {args.engine}): the server chooses it")
     if args.engine is not None and args.engine < 0:
         raise ConfigError(f"ENGINE must be at least 0 (got {args.engine})")
-    keys = read_keys("admin-api-key", [args.admin_api_key] if args.admin_api_key else None, args.admin_api_key_file)
-    if not keys:
+    if not (key := admin_key(args)):
         raise ConfigError("--admin-api-key is missing: the server's key, also in the variable QUIRE_ADMIN_API_KEY")
-    server = EngineAdmin(args.url, keys[0])
+    server = EngineAdmin(args.url, key)
     engines = server.engines()
     if args.order is not None:
         engine = ALL if args.engine is None else args.engine

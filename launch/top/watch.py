@@ -13,15 +13,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.launch.config.api_keys import read_keys
-from quire.launch.plain_http import PlainServer, bearer, server_key
+from quire.launch.plain_http import PlainServer, add_server_options, admin_key, bearer, server_key
 from quire.launch.top.overview import Figures, overview
 from quire.launch.top.scrape import Scrape
 from quire.launch.top.screen import screen
 from quire.launch.top.state import AdminState, decode_state
 from quire.protocol.errors import ConfigError, EngineError
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 WINDOW_S = 10.0
 """Rates and times of the live screen are of the last seconds, so that single requests stay visible."""
 
@@ -30,16 +28,10 @@ HOME, REST_OF_LINE, REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def add_top_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=f"address of the server ({DEFAULT_URL})")
+    add_server_options(parser, "the server's administrator's key, to show tenants and requests too")
     parser.add_argument(
         "--api-key", metavar="KEY", help="key to send, for a proxy that demands one (the variable QUIRE_API_KEY)"
     )
-    parser.add_argument(
-        "--admin-api-key",
-        metavar="KEY",
-        help="the server's administrator's key, to show tenants and requests too (the variable QUIRE_ADMIN_API_KEY)",
-    )
-    parser.add_argument("--admin-api-key-file", metavar="FILE", help="file with that key in its first line")
     parser.add_argument(
         "--interval",
         type=float,
@@ -61,9 +53,7 @@ def run(args: argparse.Namespace) -> None:
     least = 0.0 if args.once else 0.1
     if not (math.isfinite(args.interval) and least <= args.interval <= 3600):
         raise ConfigError(f"--interval must be between {least:g} and 3600 seconds (got {args.interval:g})")
-    given = [args.admin_api_key] if args.admin_api_key else None
-    admin_keys = read_keys("admin-api-key", given, args.admin_api_key_file)
-    server = ServerMetrics(args.url, args.api_key, *admin_keys[:1])
+    server = ServerMetrics(args.url, args.api_key, admin_key(args))
     watch = Watch(server, args.interval, time.monotonic, time.sleep)
     try:
         if args.once:
