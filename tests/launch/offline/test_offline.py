@@ -14,7 +14,8 @@ from lent_engines import TINY
 
 from quire import LLM, SamplingParams
 from quire.frontend.engine.job import NO_JOB
-from quire.launch.offline.call_options import jobs_for
+from quire.launch.offline.call_options import check_known, jobs_for
+from quire.launch.offline.pooling_methods import PoolingOptions
 from quire.launch.offline.request_output import EngineStatistics
 from quire.protocol.errors import EngineError, InvalidRequest
 from quire.protocol.wire.front_end_messages import Histogram, Statistics
@@ -94,6 +95,14 @@ def test_programs_of_the_offline_api(tiny: tuple[Path, Any]) -> None:
         assert statistics.num_programs == 2
         with pytest.raises(InvalidRequest, match="job_id 'mine' has ended"):
             llm.generate([5, 6], params, job_id="mine")
+
+
+def test_unknown_keywords_are_refused(llm: LLM) -> None:
+    for call in (llm.generate, llm.start):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'priorty'; did you mean priority"):
+            call([3], priorty=1)  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"LLM got an unexpected keyword argument 'use_tqmd'"):
+        check_known("LLM", {"use_tqmd": True}, PoolingOptions)
 
 
 def test_statistics_are_flat() -> None:
