@@ -121,6 +121,7 @@ def test_drafts_do_not_change_outputs(
     assert (0 < engine.grammars.num_invalid_drafts <= rejected) == (wrong_every < 100)
 
 
+@pytest.mark.full
 def test_other_kinds_of_constraints() -> None:
     engine = engine_of(DEMO)
     wanted: dict[str, tuple[dict[str, Any], str]] = {

@@ -84,7 +84,7 @@ def test_a_complete_ring_is_dumped_from_its_beginning(tmp_path: Path) -> None:
 
 def test_a_ring_without_a_keyframe_is_incomplete() -> None:
     """A keyframe larger than a quarter of the ring is dropped, and the next is due after another quarter."""
-    driver = long_lived(2_000)
+    driver = long_lived(2_000, bursts=6)
     assert not any(record.kind == RecordKind.KEYFRAME for record in driver.log)
     assert not driver.log.complete and driver.log.readable() == list(driver.log)
     driver.run()
