@@ -151,8 +151,8 @@ class _Replay:
         if header.version < 4:
             # A request behind a full batch was not looked at again when its adapter lost its slot: it was recorded as
             # waiting for a row, and the adapter was loaded only when a row was free. Everything after depends on that.
-            calls, asked = self.scheduler.core.calls, self.scheduler.adapters.version
-            vars(calls)["version"] = tuple(version for version in calls.version if version != asked)
+            calls, adapters = self.scheduler.core.calls, self.scheduler.adapters
+            vars(calls)["version"] = tuple(feature for feature in calls.version if feature is not adapters)
         self._observer = observer
         if observer is not None:
             observer.begin(header, self.scheduler, self._decision_log)

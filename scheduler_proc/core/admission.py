@@ -55,7 +55,7 @@ class Admission:
         """
         self.validate(event, len(event.prompt_token_ids))
         self._check_fields(event)
-        found = (known_tokens(event, client) for known_tokens in self.core.calls.known_tokens)
+        found = (feature.known_tokens(event, client) for feature in self.core.calls.known_tokens)
         known = next(filter(None, found), None)
         self.check_length(event, len(event.prompt_token_ids) if known is None else known.num_prompt_tokens)
         if known is None:  # hashed after the check of its length, because that costs as much as it is long
@@ -72,13 +72,13 @@ class Admission:
     def validate(self, event: ArrivalFields, num_prompt_tokens: int) -> None:
         """Raise Refusal unless the fields that all kinds of arrivals have are valid."""
         self._check_order(event)
-        for validate in self.core.calls.validate:
-            validate(event, num_prompt_tokens)
+        for feature in self.core.calls.validate:
+            feature.validate(event, num_prompt_tokens)
 
     def prepare(self, request: Request, event: ArrivalFields, parent: Request | None) -> None:
         """Let the features set up a request that was built; may raise Refusal."""
-        for prepare in self.core.calls.prepare:
-            prepare(request, event, parent)
+        for feature in self.core.calls.prepare:
+            feature.prepare(request, event, parent)
 
     def _check_order(self, event: ArrivalFields) -> None:
         """Raise Refusal unless arrival and priority define a place in the queue, and are allowed."""
@@ -101,7 +101,9 @@ class Admission:
         config, kv = self.config, self.kv
         if num_prompt_tokens < 1:
             raise Refusal("invalid_value", "prompt", "prompt must have at least 1 token")
-        is_all = event.sampling.max_tokens == 1 or any(ends(event) for ends in self.core.calls.ends_with_prompt)
+        is_all = event.sampling.max_tokens == 1 or any(
+            each.ends_with_prompt(event) for each in self.core.calls.ends_with_prompt
+        )
         num_tokens = num_prompt_tokens + (not is_all)
         if num_tokens > config.max_model_len:
             what = "of a prompt" if is_all else "for prompt and output"
@@ -142,8 +144,8 @@ class Admission:
         chain = None
         if self.kv.pool.enable_caching:
             make: Callable[..., HashChain] = self._hasher.chain
-            for hashing in self.core.calls.hashing:
-                make = hashing(event, make)
+            for feature in self.core.calls.hashing:
+                make = feature.hashing(event, make)
             chain = make(event.cache_salt)
         tokens = event.prompt_token_ids
         if delivered is not None and len(delivered):

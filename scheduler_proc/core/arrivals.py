@@ -49,8 +49,8 @@ class Arrivals:
         elif request.repeats_itself:
             self.core.finish(request, EndReason.REPETITION)
         else:
-            for arrived in self.core.calls.arrived:
-                arrived(request, event)
+            for feature in self.core.calls.arrived:
+                feature.arrived(request, event)
 
     def _accept(self, request_id: str, client: int, make: Callable[[], Request], limit: int) -> Request:
         if (client, request_id) in self._table.requests:
@@ -65,11 +65,11 @@ class Arrivals:
         is_held = request.handle in table.skipped_waiting and request.wait_reason in HOLD_REASONS
         if isinstance(event, Release) and is_held:
             table.release(request)
-            for released in self.core.calls.released:
-                released(request)
+            for feature in self.core.calls.released:
+                feature.released(request)
         elif isinstance(event, Hold) and not is_held and event.reason in HOLD_REASONS and self._may_hold(request):
-            for stop_waiting in self.core.calls.stop_waiting:
-                stop_waiting(request)
+            for feature in self.core.calls.stop_waiting:
+                feature.stop_waiting(request)
             step = self.core.next_step
             if request not in table.waiting:
                 self._preempt(request, step)
@@ -80,7 +80,7 @@ class Arrivals:
             self.core.stats.num_stray_messages += 1
 
     def _may_hold(self, request: Request) -> bool:
-        return all(may_hold(request) for may_hold in self.core.calls.may_hold)
+        return all(feature.may_hold(request) for feature in self.core.calls.may_hold)
 
     def _preempt(self, request: Request, step: int) -> None:
         """Return a request that runs to the queue."""
@@ -103,8 +103,8 @@ class Arrivals:
 
     def reject(self, request: Request, answer: Rejected) -> None:
         """Reject a waiting request: for its client, it was not accepted at all."""
-        for refused in self.core.calls.refused:
-            refused(request)
+        for feature in self.core.calls.refused:
+            feature.refused(request)
         self.core.remove(request, RequestStatus.FINISHED_ERROR)
         self.core.stats.num_requests_refused += 1
         self.core.stats.prompt_tokens -= request.num_prompt_tokens

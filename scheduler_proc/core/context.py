@@ -83,8 +83,8 @@ class Core:
 
     def remove(self, request: Request, status: RequestStatus) -> None:
         """Take a request out of all features and of the table. Its blocks must have been freed."""
-        for ending in self.calls.ending:
-            ending(request)
+        for feature in self.calls.ending:
+            feature.ending(request)
         self.table.end(request, status)
-        for ended in self.calls.ended:
-            ended(request)
+        for feature in self.calls.ended:
+            feature.ended(request)

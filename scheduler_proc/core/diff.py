@@ -21,8 +21,8 @@ def build_diff(
     ``unsteady``: all running requests outside of steady decode; those without a row are parked.
     """
     diff = _build(plan, unsteady, removed, kv, calls)
-    for sending in calls.sending:
-        diff = sending(plan, diff)
+    for feature in calls.sending:
+        diff = feature.sending(plan, diff)
     return diff
 
 
@@ -46,7 +46,7 @@ def _build(
     for handle, row in plan.rows.items():
         request = row.request
         if not request.on_worker:
-            found = (contents(row, shared) for contents in calls.contents)
+            found = (feature.contents(row, shared) for feature in calls.contents)
             known, held = next(filter(None, found), None) or (request.tokens.array(), kv.block_ids(request))
             new.append(_new_request_data(request, [len(ids) for ids in held], calls))
             tokens.append(known)
@@ -88,8 +88,8 @@ def _new_request_data(request: Request, num_blocks: list[int], calls: Calls) -> 
         sampling=request.sampling,
         seed=request.seed,
     )
-    for building in calls.building:
-        data = building(request, data)
+    for feature in calls.building:
+        data = feature.building(request, data)
     return data
 
 

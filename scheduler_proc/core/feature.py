@@ -71,10 +71,10 @@ class Parts(Protocol):
 
 
 class Feature:
-    """One capability. All methods default to nothing.
+    """One capability. Each method is a hook that defaults to nothing.
 
-    State that a feature keeps per request lives in the feature, by handle. A keyframe holds the features' fields under
-    their ``name``, so callbacks apart, everything that decisions depend on must be a field.
+    A keyframe holds the features' fields under their ``name``, so callbacks apart, everything that decisions depend on
+    must be a field, or a ``Part`` of a request.
 
     Attributes:
         name: attribute of the Scheduler.
@@ -141,18 +141,18 @@ class Feature:
 
     # ---- a step, in the order of its calls
 
-    def budget(self) -> Budget | None:
+    def budget(self) -> Budget:
         """Return what the feature rations in a step that is planned."""
-        return None
-
-    def begin_plan(self, plan: StepPlan) -> None:
-        """A step is planned. No request has a row in it yet."""
+        raise NotImplementedError
 
     def claims(self) -> bool:
         """Whether a waiting request may get what running ones have: no row is final before it was considered."""
         return False
 
-    def before_rows(self, plan: StepPlan) -> None:
+    def begin_plan(self, plan: StepPlan) -> None:
+        """A step is planned. No request has a row in it yet."""
+
+    def before_rows(self) -> None:
         """Rows of running requests are scheduled next. Those whose last token is in flight do not run any more."""
 
     def divide(self, plan: StepPlan, prefills: list[Request]) -> Parts | None:
@@ -167,9 +167,7 @@ class Feature:
         """Return the number of drafts that each decoding request may have.
 
         Called for each step, and with the requests outside of steady decode only. The choice must not depend on that.
-
-        Args:
-            num_decoding: with those in steady decode.
+        ``num_decoding``: how many decode, with those in steady decode.
         """
         return [0] * len(decodes)
 
@@ -179,12 +177,9 @@ class Feature:
     def after_waiting(self, plan: StepPlan, *, is_paused: bool) -> None:
         """All rows are final, and hashes of their blocks are published."""
 
-    def num_replans(self) -> int:
-        """Return how often an empty step may be planned again, after ``replan``."""
-        return 0
-
-    def replan(self) -> None:
-        """Give way to others: no request could be computed in the step that was planned."""
+    def give_way(self) -> Iterable[None]:
+        """Give way to others, because no request could be computed: an empty step is planned again after each item."""
+        return ()
 
     def sending(self, plan: StepPlan, diff: SchedulerOutput) -> SchedulerOutput:
         """Return the step's diff with the feature's own fields."""
@@ -194,16 +189,16 @@ class Feature:
         """Return what a new row holds, if it is known from another one of the step (``shared``)."""
         return None
 
+    def building(self, request: Request, data: NewRequestData) -> NewRequestData:
+        """Return the message that builds a request's row on the workers, with the feature's own fields."""
+        return data
+
     def sent(self, row: StepRow, step: int) -> None:
         """A step is sent with drafts in this row."""
 
     def steady_until(self, request: Request) -> int:
         """Return the step in which a request may need more than one position again, or a past one if it may now."""
         return NEVER
-
-    def building(self, request: Request, data: NewRequestData) -> NewRequestData:
-        """Return the message that builds a request's row on the workers, with the feature's own fields."""
-        return data
 
     # ---- admission of a waiting request
 
@@ -223,8 +218,7 @@ class Feature:
     ) -> WaitReason | int | None:
         """A request has these hits in the prefix cache. Return a reason if it is held; or up to where it may compute.
 
-        Args:
-            step_tokens: most tokens of prefills in a step.
+        ``step_tokens``: most tokens of prefills in a step.
         """
         return None
 
@@ -257,12 +251,8 @@ class Feature:
         """Return the candidates of which one should be preempted, because they have more than their share."""
         return []
 
-    def row_victims(self, request: Request, config: EngineConfig) -> list[Request]:
-        """Return the requests of which ``request`` may preempt one for a batch slot."""
-        return []
-
-    def block_victims(self, request: Request) -> list[Request]:
-        """Return the requests of which ``request`` may preempt one for the blocks that it needs."""
+    def victims(self, request: Request, config: EngineConfig | None = None) -> list[Request]:
+        """Return the requests of which ``request`` may preempt one for a row; for its blocks if ``config`` is None."""
         return []
 
     # ---- results and endings
@@ -305,16 +295,14 @@ class Feature:
     def contents_dropped(self) -> None:
         """All cached contents were dropped by command."""
 
-    def before_epoch(self, *, new_workers: bool) -> None:
-        """The workers' state is not trusted any more. The steps in flight are known, and dropped after this."""
+    def before_epoch(self) -> None:
+        """The workers died. The steps in flight are known, and dropped after this."""
 
     def new_epoch(self, *, new_workers: bool) -> bool:
         """All running requests have returned to the queue, and the device's contents were dropped.
 
-        Args:
-            new_workers: the workers were replaced; what was sent to the old ones will not be answered.
-
-        Returns whether a request was found to be the cause, and has ended.
+        ``new_workers``: what was sent to the old ones will not be answered. Returns whether a request was found to be
+        the cause, and has ended.
         """
         return False
 
@@ -326,12 +314,8 @@ class Feature:
         """Return fields of a request's entry in a listing (``RequestState``)."""
         return {}
 
-    def listing(self, found: Statistics) -> Statistics:
-        """Return ``found`` with the feature's own fields of a listing of requests."""
-        return found
-
-    def statistics(self, found: Statistics) -> Statistics:
-        """Return ``found`` with the feature's own fields."""
+    def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
+        """Return ``found`` with the feature's own fields. ``is_listing``: also those of a listing of requests."""
         return found
 
     def check(self) -> None:
@@ -339,7 +323,7 @@ class Feature:
 
 
 class Calls:
-    """By hook, the methods of the features that override it: ``calls.arrived`` is a tuple of bound methods.
+    """By hook, the features that override it: ``for feature in calls.arrived: feature.arrived(request, event)``.
 
     So a hook that no feature has costs an empty loop. Made before any feature, because the parts of the core hold it.
 
@@ -363,9 +347,8 @@ class Calls:
         for hook in [name for name, value in vars(Feature).items() if callable(value) and name != "consumes"]:
             enabled = [each for each in features if each.is_enabled or hook in self.ALWAYS]
             found = [each for each in enabled if getattr(type(each), hook) is not getattr(Feature, hook)]
-            order = reversed(found) if hook in self.UNWINDS else found
-            setattr(self, hook, tuple(getattr(each, hook) for each in order))
+            setattr(self, hook, tuple(reversed(found) if hook in self.UNWINDS else found))
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, hook: str) -> tuple[Callable[..., Any], ...]: ...
+        def __getattr__(self, hook: str) -> tuple[Feature, ...]: ...

@@ -51,12 +51,11 @@ class Planner:
         plan = self._fill(step, pause)
         if plan.rows or self.steady_decode.batch:
             return plan
-        for count, replan in zip(self.calls.num_replans, self.calls.replan, strict=True):
-            for _ in range(count()):
+        for feature in self.calls.give_way:
+            for _ in feature.give_way():
+                plan = self._fill(step, pause)
                 if plan.rows or self.steady_decode.batch:
                     return plan
-                replan()
-                plan = self._fill(step, pause)
         return plan
 
     def _fill(self, step: int, pause: str) -> StepPlan:
@@ -72,25 +71,23 @@ class Planner:
         """
         # Most engines have no feature for these hooks: then a step pays for no comprehension.
         calls, config = self.calls, self.config
-        budgets = [found for budget in calls.budget if (found := budget()) is not None] if calls.budget else ()
+        budgets = [feature.budget() for feature in calls.budget] if calls.budget else ()
         plan = StepPlan(step, config, self.kv, budgets)
-        can_claim = config.scheduling_policy == "priority"
-        for claims in calls.claims:
-            can_claim = can_claim or claims()
-        for begin_plan in calls.begin_plan:
-            begin_plan(plan)
+        can_claim = config.scheduling_policy == "priority" or any(each.claims() for each in calls.claims)
+        for feature in calls.begin_plan:
+            feature.begin_plan(plan)
         self._schedule_running(plan)
         plan.keep_free = self._keep_free
-        for after_running in calls.after_running:
-            after_running(plan, is_paused=bool(pause))
+        for feature in calls.after_running:
+            feature.after_running(plan, is_paused=bool(pause))
         if not can_claim:
             self._cache_rows(plan)
         if self.table.waiting:
             self._schedule_waiting(plan, pause)
         if can_claim:
             self._cache_rows(plan)
-        for after_waiting in calls.after_waiting:
-            after_waiting(plan, is_paused=bool(pause))
+        for feature in calls.after_waiting:
+            feature.after_waiting(plan, is_paused=bool(pause))
         return plan
 
     def _schedule_running(self, plan: StepPlan) -> None:
@@ -104,8 +101,8 @@ class Planner:
         # Before any row is scheduled: a request whose last token is in flight would get a row that nothing waits for,
         # and would keep its place in the batch for a step longer.
         self.table.move_to_leaving()
-        for before_rows in self.calls.before_rows:
-            before_rows(plan)
+        for feature in self.calls.before_rows:
+            feature.before_rows()
         self._handle_due(plan)
         plan.budget -= len(self.steady_decode.batch)
         self.schedule_rows(plan, *self.table.to_compute())
@@ -147,8 +144,8 @@ class Planner:
         """Schedule one token for each request, and drafts only from the budget that remains after that."""
         num_decoding = len(self.steady_decode.batch) + len(decodes)
         wanted: Iterable[int] = [0] * len(decodes)
-        for speculate in self.calls.speculate:  # also without decodes, so that the choice does not depend on who joins
-            wanted = speculate(decodes, num_decoding, plan.step)
+        for feature in self.calls.speculate:  # also without decodes: the choice must not depend on what joins
+            wanted = feature.speculate(decodes, num_decoding, plan.step)
         if not decodes:
             return
         for served, (request, num_drafts) in enumerate(zip(decodes, wanted, strict=True)):
@@ -164,7 +161,7 @@ class Planner:
         """Schedule prefills in order of admission, each from its part of the budget if a feature divides it."""
         if not prefills:
             return
-        found = (divide(plan, prefills) for divide in self.calls.divide)
+        found = (feature.divide(plan, prefills) for feature in self.calls.divide)
         parts = next((each for each in found if each is not None), None)
         for request in prefills:
             self.schedule_prefill(plan, request, plan.prefill_budget if parts is None else parts.left(request))
@@ -173,8 +170,8 @@ class Planner:
 
     def schedule_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
         """Schedule at most ``most`` positions of a prefill."""
-        for most_tokens in self.calls.most_tokens:
-            if (limit := most_tokens(request)) is not None:
+        for feature in self.calls.most_tokens:
+            if (limit := feature.most_tokens(request)) is not None:
                 most = min(most, limit)
         most = plan.prefill_tokens(request, min(most, request.num_tokens_to_compute), request.num_computed_tokens)
         if most > 0:
@@ -217,7 +214,7 @@ class Planner:
         self.kv.cache_blocks(request, min(request.num_computed_tokens + num_new_tokens, request.num_tokens))
 
     def _yields(self, *, others_run: bool) -> bool:
-        return any(yields(others_run=others_run) for yields in self.calls.yields)
+        return any(feature.yields(others_run=others_run) for feature in self.calls.yields)
 
     def _schedule_waiting(self, plan: StepPlan, pause: str) -> None:
         if plan.alone is not None:
@@ -264,14 +261,14 @@ class Planner:
             plan.prefill_budget,
             len(plan.preempted),
             self.config,
-            *[version(request) for version in self.calls.version],
+            *[feature.version(request) for feature in self.calls.version],
         )
         if state == self._refused:
             return self._refusal
         reason = self.admit(plan, request)
         if reason not in LASTING_REASONS and reason is not WaitReason.RESULT_IN_FLIGHT:
             return reason
-        if any(admit_before(plan, request, reason) for admit_before in self.calls.admit_before):
+        if any(feature.admit_before(plan, request, reason) for feature in self.calls.admit_before):
             return None
         if reason in LASTING_REASONS:
             self._refused, self._refusal, self.core.refused = state, reason, request
@@ -290,9 +287,8 @@ class Planner:
             return WaitReason.PREEMPTING
         if request.awaits_result:  # recently preempted: its token in flight belongs to the tokens to recompute
             return WaitReason.RESULT_IN_FLIGHT
-        for obstacle in self.calls.obstacle:
-            if (held := obstacle(request)) is not None:
-                assert isinstance(held, WaitReason)
+        for feature in self.calls.obstacle:
+            if (held := feature.obstacle(request)) is not None:
                 return held
         while (reason := plan.lacks_tokens()) is not None:
             if not self.preemption.for_tokens(plan, request):
@@ -305,8 +301,8 @@ class Planner:
         hits, num_hit_tokens = self.kv.get_computed_blocks(request)
         step_tokens = min(plan.prefill_limit, self.config.long_prefill_token_threshold or plan.prefill_limit)
         until = 0
-        for feature_hits in self.calls.hits:
-            found = feature_hits(request, hits, num_hit_tokens, step_tokens)
+        for feature in self.calls.hits:
+            found = feature.hits(request, hits, num_hit_tokens, step_tokens)
             if isinstance(found, WaitReason):
                 return found
             until = found or until
@@ -338,9 +334,9 @@ class Planner:
             self.table.waiting.charge_for(request, request.num_tokens - num_hit_tokens)
         self.core.hooks.admitted(request, num_hit_tokens)
         self._decisions.follow(request, "scheduled", num_tokens=num_hit_tokens)
-        for admitted in self.calls.admitted:  # before hashes are published: one looks for what the device lacks
-            admitted(request, num_hit_tokens, is_first=is_first)
-        if all(may_run(request) for may_run in self.calls.may_run):
+        for feature in self.calls.admitted:  # before hashes are published: one looks for what the device lacks
+            feature.admitted(request, num_hit_tokens, is_first=is_first)
+        if all(feature.may_run(request) for feature in self.calls.may_run):
             plan.add(StepRow(request, num_tokens, None, is_prefill=True))
             self._cache_written(request, num_tokens)
 
@@ -360,7 +356,7 @@ class Planner:
             request, request.max_total_tokens - 1, hits
         ):
             return WaitReason.FULL_SEQUENCE
-        reserves = [found for reserve in self.calls.reserve if (found := reserve(request)) is not None]
+        reserves = [found for each in self.calls.reserve if (found := each.reserve(request)) is not None]
         reason = reserves[0].reason if reserves else WaitReason.KV_BLOCKS
         reserved = sum(each.num_blocks for each in reserves)
         if num_hit_tokens + num_tokens < request.num_tokens and not self.has_room_for_prompt(request, hits, reserved):

@@ -53,12 +53,12 @@ class Preemption:
         candidates = [request for request in equals if request is not oldest] or equals
         by_priority = self._table.waiting.policy == "priority"
         reason = PreemptReason.LOWEST_PRIORITY if by_priority else PreemptReason.LEAST_LOSS
-        for spare in self._core.calls.spare:
-            candidates, decisive = spare(candidates)
+        for feature in self._core.calls.spare:
+            candidates, decisive = feature.spare(candidates)
             reason = decisive or reason
         victim = self.choose(candidates)
-        for over_share in self._core.calls.over_share:
-            heaviest = over_share(candidates)
+        for feature in self._core.calls.over_share:
+            heaviest = feature.over_share(candidates)
             if heaviest and (other := self.choose(heaviest)) is not victim:
                 return other, PreemptReason.OVER_SHARE
         return victim, reason
@@ -109,7 +109,7 @@ class Preemption:
     def for_a_row(self, plan: StepPlan, request: Request) -> bool:
         """Preempt for a batch slot: by priority, or from an account with more rows than its share."""
         return self.by_priority(plan, request) or any(
-            self._claim(plan, request, victims(request, plan.config)) for victims in self._core.calls.row_victims
+            self._claim(plan, request, feature.victims(request, plan.config)) for feature in self._core.calls.victims
         )
 
     def for_blocks(self, plan: StepPlan, request: Request, reason: WaitReason) -> bool:
@@ -122,7 +122,7 @@ class Preemption:
             return True
         if reason not in (WaitReason.KV_BLOCKS, WaitReason.FULL_SEQUENCE):
             return False
-        return any(self._claim(plan, request, victims(request)) for victims in self._core.calls.block_victims)
+        return any(self._claim(plan, request, feature.victims(request)) for feature in self._core.calls.victims)
 
     def _claim(self, plan: StepPlan, request: Request, candidates: list[Request]) -> bool:
         """Preempt one of the ``candidates``, unless one of them has not been sent to the workers yet.

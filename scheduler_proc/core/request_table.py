@@ -64,8 +64,8 @@ class RequestTable:
         self.requests[request.client, request.request_id] = request
         self.waiting.add_request(request)
         self.stops.add(request.stop_tokens)
-        for added in self._calls.added:
-            added(request)
+        for feature in self._calls.added:
+            feature.added(request)
 
     def hold(self, request: Request, reason: WaitReason) -> None:
         """Hold a waiting request. Raises KeyError unless it is in the queue."""
@@ -87,8 +87,8 @@ class RequestTable:
         request.order = self._num_admitted = self._num_admitted + 1
         request.status = RequestStatus.RUNNING
         self.running[request.handle] = self.unsteady[request.handle] = request
-        for started in self._calls.started:
-            started(request)
+        for feature in self._calls.started:
+            feature.started(request)
 
     def join_steady(self, request: Request, until: int, room: int) -> None:
         """Move a running request to steady decode, for the steps after the newest one and before ``until``.
@@ -202,8 +202,8 @@ class RequestTable:
     def _leave_running(self, request: Request) -> None:
         self.leave_steady(request)
         del self.unsteady[request.handle], self.running[request.handle]
-        for stopped in self._calls.stopped:
-            stopped(request)
+        for feature in self._calls.stopped:
+            feature.stopped(request)
         if request.on_worker:
             self._removed.append(request.handle)
             self._chosen.pop(request.handle, None)

@@ -76,8 +76,8 @@ class Results:
             raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output, is_recorded=recorded is not None)
         cut, owners = self._apply(record, sampled, output, self._endings if recorded is None else recorded)
-        for applied in self._calls.applied:
-            applied()
+        for feature in self._calls.applied:
+            feature.applied()
         if recorded is None:
             self.outputs.sampled(sampled, cut, owners)
 
@@ -87,8 +87,8 @@ class Results:
         return handle if request is None else self._client_request(request).handle
 
     def _client_request(self, request: Request) -> Request:
-        for client_request in self._calls.client_request:
-            request = client_request(request)
+        for feature in self._calls.client_request:
+            request = feature.client_request(request)
         return request
 
     def is_stale(self, step: int) -> bool:
@@ -166,8 +166,8 @@ class Results:
         for row in record.rows.values():
             row.request.answered(row.num_tokens)
         self.table.release_handles(record.retired)
-        for acknowledged in self._calls.acknowledged:
-            acknowledged(record, output)
+        for feature in self._calls.acknowledged:
+            feature.acknowledged(record, output)
 
     def _apply_row(
         self,
@@ -190,9 +190,8 @@ class Results:
             return 0
         if drafts:
             self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
-        for takes in self._calls.takes:
-            if takes(request, sampled, position, endings):
-                return 0
+        if any(feature.takes(request, sampled, position, endings) for feature in self._calls.takes):
+            return 0
         for kept, token in enumerate(tokens, 1):
             request.tokens.append(token)
             ending = endings.ending_after(request, token)
@@ -246,8 +245,8 @@ class Results:
     def apply_draft_results(self, request: Request, drafts: int, verified: int, accepted: int) -> None:
         """Subtract the positions of missing and rejected drafts."""
         request.subtract_drafts(drafts - accepted)
-        for on_verified in self._calls.verified:
-            on_verified(request, verified, accepted)
+        for feature in self._calls.verified:
+            feature.verified(request, verified, accepted)
 
     def _end(self, request: Request, ending: Ending) -> None:
         self.finish(request, ending.reason, stop_reason=ending.stop_reason, detail=ending.detail)
@@ -341,7 +340,7 @@ class Results:
             # After an error the contents are not trusted.
             if reason is not EndReason.ERROR:
                 self.kv.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-            kept_as = next(filter(None, (keeps_as(request, reason) for keeps_as in self._calls.keeps_as)), 0)
+            kept_as = next(filter(None, (each.keeps_as(request, reason) for each in self._calls.keeps_as)), 0)
             self.kv.free(request, kept_as)
         self.core.remove(request, STATUS_OF_END[reason])
         counted = request.num_output_tokens if num_output_tokens is None else num_output_tokens

@@ -171,8 +171,8 @@ class BareScheduler:
         self.after_event()
 
     def after_event(self) -> None:
-        for after_event in self.core.calls.after_event:
-            after_event()
+        for feature in self.core.calls.after_event:
+            feature.after_event()
 
     def drop_client(self, client: int) -> None:
         """Abort all requests of a front end that disconnected."""
@@ -197,8 +197,8 @@ class BareScheduler:
         Returns whether a request was confirmed as the cause, and has ended.
         """
         self.stats.num_worker_restarts += new_workers
-        for before_epoch in self.core.calls.before_epoch:
-            before_epoch(new_workers=new_workers)
+        for feature in self.core.calls.before_epoch if new_workers else ():
+            feature.before_epoch()
         # Requests return to the queue first, since contents can only be dropped when no request holds a block; features
         # come last, because they decide with the queue as it then is.
         self.results.drop_steps(self.last_step)
@@ -206,8 +206,8 @@ class BareScheduler:
         if new_workers:
             self.table.take_removed()
         has_ended = False
-        for new_epoch in self.core.calls.new_epoch:
-            has_ended |= new_epoch(new_workers=new_workers)
+        for feature in self.core.calls.new_epoch:
+            has_ended |= feature.new_epoch(new_workers=new_workers)
         return has_ended
 
     def halve_token_budget(self) -> bool:
@@ -249,22 +249,21 @@ class BareScheduler:
                 self._abort(list(self.table.requests.values()))
             case "reset_prefix_cache":
                 done = self.kv.reset_prefix_cache()
-                for contents_dropped in self.core.calls.contents_dropped if done else ():
-                    contents_dropped()
+                for feature in self.core.calls.contents_dropped if done else ():
+                    feature.contents_dropped()
             case _:
                 done = False
-        reply = self.statistics(event.query, done)
-        if event.kind == "requests":
+        is_listing = event.kind == "requests"
+        reply = self.statistics(event.query, done, is_listing=is_listing)
+        if is_listing:
             listed = list_requests(self.table, self.kv, self._describe, is_paused=bool(self.pause))
             reply = msgspec.structs.replace(reply, requests=listed)
-            for listing in self.core.calls.listing:
-                reply = listing(reply)
         self.core.replies.append((client, reply))
 
     def _describe(self, request: Request) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        for describe in self.core.calls.describe:
-            fields |= describe(request)
+        for feature in self.core.calls.describe:
+            fields |= feature.describe(request)
         return fields
 
     # ---- steps
@@ -289,8 +288,8 @@ class BareScheduler:
         self.kv.pool.now = self.decisions.now = now
         plan = self.planner.plan(self.last_step + 1, self.pause)
         diff = self._commit(plan) if plan.rows or self.steady_decode.batch else None
-        for after_step in self.core.calls.after_step:
-            after_step(is_quiet=diff is None)
+        for feature in self.core.calls.after_step:
+            feature.after_step(is_quiet=diff is None)
         return diff
 
     @property
@@ -301,7 +300,7 @@ class BareScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request exists, and nothing that was sent is unanswered: no step, and nothing of a feature."""
-        return not (self.table.requests or self.in_flight or any(is_busy() for is_busy in self.core.calls.is_busy))
+        return not (self.table.requests or self.in_flight or any(each.is_busy() for each in self.core.calls.is_busy))
 
     @property
     def step_awaiting_inputs(self) -> InFlightStep | None:
@@ -326,9 +325,9 @@ class BareScheduler:
             request = row.request
             if not record.add(row):
                 continue
-            for sent in calls.sent if row.num_drafts else ():
-                sent(row, step)
-            until = min([NEVER, *(steady_until(request) for steady_until in calls.steady_until)])
+            for feature in calls.sent if row.num_drafts else ():
+                feature.sent(row, step)
+            until = min([NEVER, *(feature.steady_until(request) for feature in calls.steady_until)])
             if until > step + 1 and self._may_be_steady(request):
                 table.join_steady(request, until, self.planner.decode_blocks.join(request))
             else:
@@ -360,13 +359,13 @@ class BareScheduler:
         """As of ``Core``."""
         return self.core.num_results
 
-    def statistics(self, query: int = 0, done: bool = True) -> Statistics:
+    def statistics(self, query: int = 0, done: bool = True, *, is_listing: bool = False) -> Statistics:
         """Return current gauges, and counters since start."""
         found = make_statistics(
             self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=bool(self.pause)
         )
-        for statistics in self.core.calls.statistics:
-            found = statistics(found)
+        for feature in self.core.calls.statistics:
+            found = feature.statistics(found, is_listing=is_listing)
         return found
 
     def check(self) -> None:
@@ -374,5 +373,5 @@ class BareScheduler:
         for part in (self.kv, self.table, self.planner.decode_blocks):
             part.check()
         check_requests(self.table, self.kv, self.config)
-        for check in self.core.calls.check:
-            check()
+        for feature in self.core.calls.check:
+            feature.check()

@@ -55,10 +55,8 @@ class Suspects(Feature):
         self._confirmed: list[Request] = []
         self._total = -1
 
-    def before_epoch(self, *, new_workers: bool) -> None:
+    def before_epoch(self) -> None:
         """Count a death of the workers for the requests of the steps in flight, which are dropped after this."""
-        if not new_workers:
-            return
         found: dict[int, Request] = {}
         for step in self._core.in_flight.records:
             found |= step.requests()

@@ -108,10 +108,7 @@ class Tenants(Feature):
             return False
         for request in self._table.waiting.heads():
             if request is not head and not request.awaits_result:
-                if lacks_row:
-                    victims = self.row_victims(request, plan.config)
-                else:
-                    victims = self._block_victims(request, self._kv.num_blocks_for(request.num_tokens))
+                victims = self.victims(request, plan.config if lacks_row else None)
                 if victims and self._core.admit(plan, request) is None:
                     return True
         return False
@@ -129,24 +126,16 @@ class Tenants(Feature):
             return self.rows[request.tenant] >= self._share(config.max_num_seqs)
         return self.blocks()[request.tenant] > self._share(self._kv.pool.num_usable_blocks)
 
-    def row_victims(self, request: Request, config: EngineConfig) -> list[Request]:
-        rows, share = self.rows, self._share(config.max_num_seqs)
-        if (len(rows) < 2 and request.tenant in rows) or rows[request.tenant] >= share:
+    def victims(self, request: Request, config: EngineConfig | None = None) -> list[Request]:
+        rows, mine = self.rows, request.tenant
+        if self.count < 2 or (len(rows) < 2 and mine in rows):
             return []
-        return self._victims({t: n for t, n in rows.items() if n > share}, request)
-
-    def block_victims(self, request: Request) -> list[Request]:
-        if self.count < 2:
-            return []
-        return self._block_victims(request, self._kv.num_blocks_for(request.num_tokens))
-
-    def _block_victims(self, request: Request, num_blocks: int) -> list[Request]:
-        """Return the requests of which ``request`` may preempt one for the ``num_blocks`` that it needs."""
-        rows = self.rows
-        if len(rows) < 2 and request.tenant in rows:
-            return []
+        if config is not None:
+            share = self._share(config.max_num_seqs)
+            over = {} if rows[mine] >= share else {t: n for t, n in rows.items() if n > share}
+            return self._victims(over, request)
         held, share = self.blocks(), self._share(self._kv.pool.num_usable_blocks)
-        if held[request.tenant] + num_blocks > share:
+        if held[mine] + self._kv.num_blocks_for(request.num_tokens) > share:
             return []
         return self._victims({t: n for t, n in held.items() if n > share and rows[t] > 1}, request)
 
@@ -188,21 +177,20 @@ class Tenants(Feature):
     def describe(self, request: Request) -> dict[str, Any]:
         return {"tenant": request.tenant}
 
-    def statistics(self, found: Statistics) -> Statistics:
+    def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
         """Add the service of each tenant, which other engines need if there are several."""
-        if self._core.config.num_tenants < 2:
-            return found
-        return msgspec.structs.replace(found, tenant_service=sorted(self._table.waiting.service.items()))
+        if self._core.config.num_tenants > 1:
+            found = msgspec.structs.replace(found, tenant_service=sorted(self._table.waiting.service.items()))
+        return msgspec.structs.replace(found, tenants=self._listing()) if is_listing else found
 
-    def listing(self, found: Statistics) -> Statistics:
+    def _listing(self) -> list[TenantState]:
         numbers = Counter(request.tenant for request in self._table.requests.values())
         running = self.rows + Counter(request.tenant for request in self._table.leaving.values())
         blocks = self.blocks()
-        states = [
+        return [
             TenantState(tenant, running[tenant], number - running[tenant], blocks[tenant])
             for tenant, number in sorted(numbers.items())
         ]
-        return msgspec.structs.replace(found, tenants=states)
 
     def check(self) -> None:
         assert Counter(r.tenant for r in self._table.running.values()) == self.rows, "wrong row counts of tenants"

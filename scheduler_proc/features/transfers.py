@@ -382,7 +382,7 @@ class Transfers(Feature):
 
     # ---- statistics
 
-    def statistics(self, found: Statistics) -> Statistics:
+    def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
         return msgspec.structs.replace(found, tiers=self.tiers())
 
     def tiers(self) -> list[TierState]:

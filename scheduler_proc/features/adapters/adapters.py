@@ -1,7 +1,7 @@
 """Adapters: loads the adapters of requests into slots, and decides of which adapters a step computes requests."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from quire.protocol.wire.front_end_messages import AdapterCounts, EndReason, Rej
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Handler, Refusal
-from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
 from quire.scheduler_proc.features.adapters.turns import AdapterTurns
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
@@ -174,22 +173,21 @@ class Adapters(Feature):
 
     # ---- steps
 
-    def before_rows(self, plan: StepPlan) -> None:
+    def before_rows(self) -> None:
         """End and begin turns. Requests that end must not count as running any more: they need no turn."""
         if self.turns.active or self.turns.waiting:
             for adapter in self.turns.next_step():
                 for request in adapter.running.values():
                     self._table.leave_steady(request)
 
-    def num_replans(self) -> int:
-        return len(self.turns.waiting)
-
-    def replan(self) -> None:
+    def give_way(self) -> Iterator[None]:
         """End all turns. No request of the adapters with a turn could run, for example for lack of blocks, and those
         of the others would wait for ever if no step were sent."""
-        for adapter in list(self.turns.active.values()):
-            self.turns.pause(adapter)
-            adapter.num_turn_steps = ADAPTER_SLICE  # it may lose its slot, too
+        for _ in range(len(self.turns.waiting)):
+            for adapter in list(self.turns.active.values()):
+                self.turns.pause(adapter)
+                adapter.num_turn_steps = ADAPTER_SLICE  # it may lose its slot, too
+            yield
 
     # ---- loads
 
@@ -297,7 +295,7 @@ class Adapters(Feature):
 
     # ---- statistics and checks
 
-    def statistics(self, found: Statistics) -> Statistics:
+    def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
         """O(known adapters)."""
         if not self.slots.slots:
             return found

@@ -232,7 +232,7 @@ class Programs(Feature):
         others = [each for each in candidates if each.program is None or each.program.number not in pins]
         return others or candidates, None
 
-    def statistics(self, found: Statistics) -> Statistics:
+    def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
         if not self.is_enabled:
             return found
         counts = ProgramCounts(len(self.known), dict(self.found), *self._later_tokens)
