@@ -65,7 +65,7 @@ class ImitatingPlanner(Planner):
         for request in later:
             self.table.leave_steady(request)
         plan.bound_prefill(len(self.steady_decode))
-        for request in sorted((r for r in self.table.unsteady.values() if r.can_run), key=_by_order):
+        for request in sorted(self.table.computed(), key=_by_order):
             if request.num_tokens_to_compute > 1 or not request.on_worker:
                 self.schedule_prefill(plan, request, plan.prefill_budget)
             else:

@@ -268,7 +268,7 @@ class _Replay:
     def _check_length(self, ended: Ended) -> None:
         """Check the length of an ending by length. (A missing one is found by comparing the endings.)"""
         request = self.scheduler.find(ended.handle)
-        if request is None or request.leader is not None or ended.reason != EndReason.LENGTH:
+        if request is None or request.part_of is not None or ended.reason != EndReason.LENGTH:
             return
         most = request.max_total_tokens - request.num_prompt_tokens
         if ended.num_output_tokens != most:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from quire.replay.workload.workload import Call
-from quire.scheduler_proc.requests.request import Program
+from quire.scheduler_proc.features.programs.program_state import ProgramState
 
 
 class ProgramScore:
@@ -15,11 +15,11 @@ class ProgramScore:
     """
 
     def __init__(self) -> None:
-        self._owner_of: dict[Program, tuple[str, str]] = {}
+        self._owner_of: dict[ProgramState, tuple[str, str]] = {}
         self._seen: set[tuple[str, str]] = set()
         self._verdicts: Counter[tuple[bool, str]] = Counter()
 
-    def add(self, call: Call, program: Program | None) -> None:
+    def add(self, call: Call, program: ProgramState | None) -> None:
         """Count a turn. ``program``: as found; None, for a prompt without a full block, counts as a new one."""
         if not call.conversation:
             return

@@ -25,6 +25,7 @@ from quire.replay.simulate.setup import Setup
 from quire.replay.simulate.tier_copies import TierCopies
 from quire.replay.workload.sources import NEVER, Source
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, block_names
+from quire.scheduler_proc.features.programs.program_state import PROGRAM
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.process.ticks import TICK_S
 from quire.scheduler_proc.requests.events import Clock
@@ -217,7 +218,7 @@ class Simulator:
         )
         self.scheduler.consume(OpaqueRequest(request, call.num_prompt_tokens, 0, names, SHORT_HASH_BYTES))
         if self._score is not None and (accepted := self.scheduler.table.requests.get((0, known_as))) is not None:
-            self._score.add(call, accepted.program)
+            self._score.add(call, PROGRAM.of(accepted))
         self._calls[run] = call
         for refused in self._collector.arrived(run, known_as=known_as):
             self._end(self._calls.pop(refused))

@@ -16,7 +16,7 @@ from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestDat
 from quire.scheduler_proc.core.endings import Endings
 from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled
 from quire.scheduler_proc.core.steady_decode import NEVER
-from quire.scheduler_proc.core.step import Budget, Contents, StepPlan, StepRow
+from quire.scheduler_proc.core.step import Budget, Contents, DueRows, StepPlan, StepRow
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
@@ -106,10 +106,14 @@ class Feature:
         """Return the tokens of an arrival that does not bring its own; may raise Refusal."""
         return None
 
+    def check_parent(self, event: Any, parent: Request) -> None:
+        """Raise Refusal if an arrival cannot continue the tokens of ``parent``, which it names."""
+
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
         """Set up a request that was built, and is not in the table yet; may raise Refusal.
 
-        If a later feature refuses the request, nothing else is called for it.
+        If a later feature refuses the request, nothing else is called for it. ``event``: None for a request that a
+        feature makes, to compute a part of ``parent``.
         """
 
     def arrived(self, request: Request, event: Any) -> None:
@@ -128,6 +132,10 @@ class Feature:
 
     def stopped(self, request: Request) -> None:
         """A request left ``running``."""
+
+    def can_run(self, request: Request) -> bool:
+        """Whether steps may compute a running request."""
+        return True
 
     def may_hold(self, request: Request) -> bool:
         """Whether something outside of the scheduler may hold the request."""
@@ -257,6 +265,10 @@ class Feature:
 
     # ---- results and endings
 
+    def due_rows(self, row: StepRow) -> DueRows | None:
+        """Return which rows beside tokens the result must have for a row of a request that generates nothing."""
+        return None
+
     def acknowledged(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
         """A step was answered. Its tokens are not applied yet."""
 
@@ -269,10 +281,6 @@ class Feature:
 
     def applied(self) -> None:
         """A result was applied."""
-
-    def client_request(self, request: Request) -> Request:
-        """Return the request that ends, towards its client, instead of this one."""
-        return request
 
     def keeps_as(self, request: Request, reason: EndReason) -> int:
         """Return under which number the blocks of a request that ends are kept together; 0 if they are not."""
@@ -348,6 +356,9 @@ class Calls:
             enabled = [each for each in features if each.is_enabled or hook in self.ALWAYS]
             found = [each for each in enabled if getattr(type(each), hook) is not getattr(Feature, hook)]
             setattr(self, hook, tuple(reversed(found) if hook in self.UNWINDS else found))
+
+    def due_rows_of(self, row: StepRow) -> DueRows | None:
+        return next(filter(None, (feature.due_rows(row) for feature in self.due_rows)), None)
 
     if TYPE_CHECKING:
 

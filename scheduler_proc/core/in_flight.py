@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,10 +10,10 @@ import numpy as np
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.side_rows import LOGPROBS, POOLED, SIDE_KINDS, Rows, RowsOf, SideKind, SideRows, find_rows
+from quire.protocol.wire.side_rows import LOGPROBS, SIDE_KINDS, Rows, RowsOf, SideKind, SideRows, find_rows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.steady_decode import SteadyBatch
-from quire.scheduler_proc.core.step import StepRow
+from quire.scheduler_proc.core.step import DueRows, StepRow
 from quire.scheduler_proc.costs.costs import Prefill
 from quire.scheduler_proc.requests.request import Request
 
@@ -51,7 +52,7 @@ class InFlightStep:
         retired: handles that become free when this step is answered.
         num_tokens: positions that the step computes if the proposer finds all ``num_drafts`` drafts.
         prefill: the positions that belong to prefills.
-        pooled: the rows of pooled requests.
+        without_tokens: the rows of requests that generate nothing.
         awaits_inputs: the workers wait for the masks of the ``constrained`` rows.
     """
 
@@ -61,7 +62,7 @@ class InFlightStep:
     num_tokens: int
     num_drafts: int = 0
     prefill: Prefill = NO_PREFILL
-    pooled: list[StepRow] = field(default_factory=list)
+    without_tokens: list[StepRow] = field(default_factory=list)
     steady: SteadyBatch = field(default_factory=dict)
     only_steady: bool = True
     awaits_inputs: bool = False
@@ -72,10 +73,10 @@ class InFlightStep:
         if row.is_prefill:
             start = request.num_computed_tokens
             self.prefill += Prefill.between(start, start + row.num_tokens)
-        if request.pooling is not None:
-            self.pooled.append(row)
+        if not request.generates:
+            self.without_tokens.append(row)
             row.first = request.num_computed_tokens
-            row.pools = request.sent(row.num_tokens, 0)
+            row.completes = request.sent(row.num_tokens, 0)
             return False
         if not request.sent(row.num_tokens, row.num_drafts):
             return False
@@ -155,12 +156,14 @@ class Sampled:
 class StepsInFlight:
     """The queue of steps in flight, and the row order of the last result that contained handles."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, due_rows: Callable[[StepRow], DueRows | None]) -> None:
+        """``due_rows``: as of ``Feature``, for a row of a request that generates nothing."""
         self.records: deque[InFlightStep] = deque()
         self.handles: Int32 = NO_HANDLES
         """Handles of the last result that contained handles; they apply to results without."""
         self._positions: dict[int, int] | None = {}
         self._config = config
+        self._due_rows = due_rows
         self.verified: SteadyBatch | None = None
         """The steady batch if no other request sampled in the last result; otherwise None."""
 
@@ -199,9 +202,9 @@ class StepsInFlight:
             _raise(output, f"invalid step duration {output.seconds}")
         if output.bad or output.failed:
             _raise(output, _marks_fault(record, output, handles), "bad")
-        needs_pooled = bool(record.pooled) and not is_recorded
-        if output.side or needs_pooled:
-            _raise(output, side_fault(record, output, handles, self._config.model, needs_pooled=needs_pooled))
+        due = {row.request.handle: self._due_rows(row) for row in record.without_tokens if not is_recorded}
+        if output.side or due:
+            _raise(output, side_fault(record, output, handles, self._config.model, due))
         if output.handles is not None:
             self.set_handles(output.handles)
         self.verified = record.steady if record.only_steady else None
@@ -268,8 +271,8 @@ def check_counts(record: InFlightStep, output: ModelRunnerOutput, handles: Int32
 
 
 def _marks_fault(record: InFlightStep, result: ModelRunnerOutput, handles: Int32) -> str | None:
-    pooled = {row.request.handle for row in record.pooled}
-    extra = sorted(_lost(result) - set(handles.tolist()) - pooled)
+    others = {row.request.handle for row in record.without_tokens}
+    extra = sorted(_lost(result) - set(handles.tolist()) - others)
     return f"bad or failed handles that did not sample: {extra[:8]}" if extra else None
 
 
@@ -279,7 +282,11 @@ def _lost(result: ModelRunnerOutput) -> set[int]:
 
 
 def side_fault(
-    record: InFlightStep, result: ModelRunnerOutput, handles: Int32, model: ModelConfig, *, needs_pooled: bool
+    record: InFlightStep,
+    result: ModelRunnerOutput,
+    handles: Int32,
+    model: ModelConfig,
+    due: dict[int, DueRows | None],
 ) -> str | None:
     """Return why the rows beside the tokens of a result are invalid, or None. The shapes of all are checked first."""
     if len({rows.kind for rows in result.side}) < len(result.side):
@@ -294,28 +301,23 @@ def side_fault(
         member = record.member if record.rows else record.steady.get
         for handle, start, count, width in rows.spans:
             request = member(handle)
-            expected = None if request is None else kind.width(request.sampling, request.pooling, model)
-            if request is None or expected is None:
-                span = None
-            else:
-                span = _span(kind, record, request) if counts is None else (0, counts.get(handle, 0), True)
-            if expected is None or span is None:
+            expected = None if request is None else _expected(kind, record, request, model, counts, due.get(handle))
+            if expected is None:
                 return f"{kind.name} for handle {handle}, which has none in this step"
-            first, end, is_whole = span
-            if width != expected or start < first or start + count > end or (is_whole and count < end - first):
+            values, first, end, is_whole = expected
+            if width != values or start < first or start + count > end or (is_whole and count < end - first):
                 part = f"{count} rows from {start} with {width} values"
-                return f"{kind.name} of handle {handle}: {part}, expected rows {first} to {end} with {expected} values"
+                return f"{kind.name} of handle {handle}: {part}, expected rows {first} to {end} with {values} values"
         if kind.value_error is not None:
             # Values of a lost request are not checked: its logits may not be finite.
             kept = [0 if handle in lost else count for handle, _, count, _ in rows.spans] if lost else None
             valid = rows if kept is None else rows.first_rows(kept)
             if valid is not None and (fault := kind.value_error(valid, model.vocab_size)) is not None:
                 return fault
-    if needs_pooled:
-        found = find_rows(result.side, POOLED)
-        due = {row.request.handle for row in record.pooled if _span(POOLED, record, row.request)}
-        if missing := due - lost - set(() if found is None else found.handles):
-            return f"no pooled rows for handles {sorted(missing)[:8]}"
+    found = {(rows.kind, handle) for rows in result.side for handle in rows.handles}
+    for handle, rows_due in due.items():
+        if rows_due is not None and (rows_due.kind.number, handle) not in found and handle not in lost:
+            return f"no {rows_due.kind.name} for handle {handle}"
     return None
 
 
@@ -324,23 +326,29 @@ def _num_tokens(handles: Int32, counts: Int32 | None) -> dict[int, int]:
     return dict(zip(handles.tolist(), [1] * len(handles) if counts is None else counts.tolist(), strict=True))
 
 
-def _span(kind: SideKind, record: InFlightStep, request: Request) -> tuple[int, int, bool] | None:
-    """Return between which rows those of a request in a result are, and whether it has all of them; None: it has none.
+def _expected(
+    kind: SideKind,
+    record: InFlightStep,
+    request: Request,
+    model: ModelConfig,
+    counts: dict[int, int] | None,
+    due: DueRows | None,
+) -> tuple[int, int, int, bool] | None:
+    """Return how many values the rows of a request in a result have, between which rows they are, and whether the
+    result must have all of them; None: it has none of this kind.
 
-    Rows of tokens have no span of their own: they are as many as the tokens.
+    ``counts``: number of tokens of each handle, for rows of tokens.
     """
-    match kind.rows:
-        case RowsOf.PROMPT:
-            return 1, request.num_prompt_tokens, False
-        case RowsOf.POSITIONS:
-            if request.status.is_finished or record.step <= request.ignore_results_until:
-                return 0, 2**31, False  # its rows are dropped, and its progress is another one by now
-            return 0, request.num_tokens + request.num_output_placeholders - 1, False  # the last one is not computed
-        case RowsOf.POOLED:
-            row, params = record.rows.get(request.handle), request.pooling
-            if row is None or params is None:
-                return None
-            if params.task == "token_embed":
-                return row.first, row.first + row.num_tokens, True
-            return (0, 1, True) if row.pools else None
-    return None
+    if due is not None:
+        return (due.width, due.first, due.end, True) if due.kind is kind else None
+    width = kind.width(request.sampling, None, model)
+    if width is None:
+        return None
+    if counts is not None:
+        return width, 0, counts.get(request.handle, 0), True
+    if kind.rows is RowsOf.PROMPT:
+        return width, 1, request.num_prompt_tokens, False
+    if request.status.is_finished or record.step <= request.ignore_results_until:
+        return width, 0, 2**31, False  # its rows are dropped, and its progress is another one by now
+    end = request.num_tokens + request.num_output_placeholders - 1  # the last one is not computed
+    return width, 0, end, False

@@ -120,16 +120,27 @@ class RequestTable:
         """
         if not self.unsteady:
             return
-        for request in sorted([r for r in self.unsteady.values() if r.can_leave], key=_by_order):
+        # A part of another request may still continue.
+        found = [r for r in self.unsteady.values() if r.part_of is None and r.needs_no_more_steps]
+        for request in sorted(found, key=_by_order):
             self._leave_running(request)
             self.leaving[request.handle] = request
+
+    def can_run(self, request: Request) -> bool:
+        """Whether steps may compute a running request."""
+        return all(feature.can_run(request) for feature in self._calls.can_run)
+
+    def computed(self) -> list[Request]:
+        """Return the running requests outside of steady decode which steps may compute."""
+        requests = list(self.unsteady.values())
+        return [request for request in requests if self.can_run(request)] if self._calls.can_run else requests
 
     def to_compute(self) -> tuple[list[Request], list[Request]]:
         """Return the prefills and the decodes that the next step may compute outside of steady decode, each in order of
         admission. A request that the workers do not have yet is a prefill."""
         if not self.unsteady:
             return [], []
-        running = sorted([r for r in self.unsteady.values() if r.can_run], key=_by_order)
+        running = sorted(self.computed(), key=_by_order)
         prefills = [r for r in running if r.num_tokens_to_compute > 1 or not r.on_worker]
         return prefills, [r for r in running if r.num_tokens_to_compute <= 1 and r.on_worker]
 

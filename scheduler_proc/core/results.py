@@ -84,12 +84,7 @@ class Results:
     def _client_handle(self, record: InFlightStep, handle: int) -> int:
         """Return the handle of the client's request for one of the step."""
         request = record.member(handle)
-        return handle if request is None else self._client_request(request).handle
-
-    def _client_request(self, request: Request) -> Request:
-        for feature in self._calls.client_request:
-            request = feature.client_request(request)
-        return request
+        return handle if request is None else (request.part_of or request).handle
 
     def is_stale(self, step: int) -> bool:
         """Whether a result belongs to an earlier worker epoch; counts it if so."""
@@ -133,8 +128,8 @@ class Results:
                 self._decisions.follow(request, "first_token")
         # Before the endings: a request that ends with this result still gets its rows.
         owners = [self._owners(record, rows, faults) for rows in output.side]
-        if record.pooled:
-            self._end_pooled(record, faults)
+        if record.without_tokens:
+            self._end_without_tokens(record, faults)
         cut: dict[int, int] = {}
         for position, request in self._rows_to_check(record, endings.candidates(sampled)):
             if request.is_steady:
@@ -216,13 +211,13 @@ class Results:
             self.finish(request, EndReason.ERROR, detail=faults.failed[handle])
         return request.status.is_finished
 
-    def _end_pooled(self, record: InFlightStep, faults: _Faults) -> None:
-        """End the pooled requests whose prompts end in the step, also if preempted since."""
-        for row in record.pooled:
+    def _end_without_tokens(self, record: InFlightStep, faults: _Faults) -> None:
+        """End the requests that generate nothing and whose prompts end in the step, also if preempted since."""
+        for row in record.without_tokens:
             request = row.request
-            if row.pools:
+            if row.completes:
                 request.sampled(0)
-            if not request.status.is_finished and not self._is_lost(record, request, faults) and row.pools:
+            if not request.status.is_finished and not self._is_lost(record, request, faults) and row.completes:
                 self.core.num_without_tokens += 1
                 self.finish(request, EndReason.STOPPED)
 
@@ -269,7 +264,7 @@ class Results:
                     self._decisions.preempted(record.step, reader, PreemptReason.BAD_PREFIX)
                     self.table.preempt(reader)
                     self.kv.free(reader)
-                    if reader.pooling is not None:  # the vector in flight may be of bad blocks
+                    if not reader.generates:  # the vector in flight may be of bad blocks
                         reader.ignore_results_until = self.steady_decode.clock.sent
 
     def _first_own_block(self, request: Request) -> int:
@@ -334,7 +329,7 @@ class Results:
         """
         if request.status.is_finished:
             return
-        request = self._client_request(request)
+        request = request.part_of or request
         self.table.leave_steady(request)
         if request.status is RequestStatus.RUNNING:
             # After an error the contents are not trusted.

@@ -94,11 +94,11 @@ class BareScheduler:
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
         )
-        self.in_flight = StepsInFlight(config)
         self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.decisions = RecentDecisions()
         self.stats = Counters(config.num_speculative_tokens)
         calls, policy, vocab_size = Calls(), config.scheduling_policy, config.model.vocab_size
+        self.in_flight = StepsInFlight(config, calls.due_rows_of)
         self.table = RequestTable(policy, self.steady_decode, self.in_flight, vocab_size, calls)
         self.core = core = Core(config, self.table, self.kv, self.in_flight, self.decisions, self.stats, hooks, calls)
         self.pause = ""

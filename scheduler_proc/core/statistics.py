@@ -161,7 +161,7 @@ def _request_state(
 ) -> RequestState:
     handle, reason = request.handle, ""
     if handle in table.running:
-        state, reason = "running", "" if request.can_run else str(RUNNING_REASON)
+        state, reason = "running", "" if table.can_run(request) else str(RUNNING_REASON)
     elif handle in table.leaving:
         state = "leaving"
     elif handle in table.skipped_waiting:

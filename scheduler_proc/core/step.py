@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.side_rows import SideKind
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import WaitReason
@@ -41,8 +42,8 @@ class StepRow:
         samples: the result contains a token for it. Set when the step is sent.
         parent: the request from whose logits it samples; it then computes nothing. None for all others.
         shares_with: handle of the request whose blocks it shares since this step, or -1.
-        first: its first position, if it is of a pooled request. Set when the step is sent.
-        pools: its pooled request ends with the result. Set when the step is sent.
+        first: its first position, if its request generates nothing. Set when the step is sent.
+        completes: such a request ends with the result. Set when the step is sent.
     """
 
     request: Request
@@ -54,7 +55,16 @@ class StepRow:
     parent: Request | None = None
     shares_with: int = -1
     first: int = 0
-    pools: bool = False
+    completes: bool = False
+
+
+class DueRows(NamedTuple):
+    """Rows beside tokens that are due, of ``width`` values each: those with numbers from ``first`` up to ``end``."""
+
+    kind: SideKind
+    width: int
+    first: int
+    end: int
 
 
 class Budget(Protocol):

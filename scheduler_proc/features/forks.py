@@ -1,5 +1,6 @@
 """Forks: requests that continue the known tokens of another one. They wait until it has computed them, and share."""
 
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -9,7 +10,12 @@ from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Known, Refusal
 from quire.scheduler_proc.core.step import Contents, StepPlan, StepRow
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
-from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.requests.request import Part, Request, RequestStatus
+
+PARENT = Part[Request | None]("parent", None)
+"""The request whose blocks one will share, until it is admitted or returns to the queue."""
+DIVERGES = Part("diverges", False)
+"""Whether the last token of a request is not one of its parent's."""
 
 
 class Forks(Feature):
@@ -45,9 +51,6 @@ class Forks(Feature):
         if not event.forked_from:
             return None
         parent = self.parent_of(event, client)
-        if event.pooling is not None or (parent is not None and parent.pooling is not None):
-            text = "forked_from cannot be combined with pooling, neither of this request nor of the one to fork"
-            raise Refusal("unsupported_value", "forked_from", text)
         if parent is None:
             text = f"there is no request {event.forked_from!r} to fork"
             raise Refusal("parent_not_found", "forked_from", text)
@@ -55,18 +58,11 @@ class Forks(Feature):
             raise Refusal(
                 "invalid_value", "prompt", "a forked request has the tokens of its parent, and none of its own"
             )
-        if event.tenant != parent.tenant and self._core.config.fair_admission:
-            text = f"a forked request must have the tenant of its parent, which is {parent.tenant} (got {event.tenant})"
-            raise Refusal("invalid_value", "tenant", text)
         if event.sampling.prompt_logprobs is not None:
             text = "prompt_logprobs cannot be combined with forked_from: the prompt has been computed"
             raise Refusal("invalid_value", "prompt_logprobs", text)
-        if event.sampling.use_beam_search or parent.leader is not None:
-            text = "use_beam_search cannot be combined with a fork, neither of this request nor of the one to fork"
-            raise Refusal("unsupported_value", "use_beam_search", text)
-        if event.adapter is not None and (parent.adapter is None or event.adapter.digest != parent.adapter.ref.digest):
-            text = f"a forked request must have the adapter of its parent (got {event.adapter.name!r})"
-            raise Refusal("invalid_value", "model", text)
+        for feature in self._core.calls.check_parent:
+            feature.check_parent(event, parent)
         num_tokens = event.num_forked_tokens or parent.num_tokens
         if not parent.num_prompt_tokens <= num_tokens <= parent.num_tokens:
             text = (
@@ -77,7 +73,8 @@ class Forks(Feature):
         return Known(parent.tokens.fork(num_tokens), parent.num_prompt_tokens, parent, self._check_output)
 
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
-        request.parent = parent
+        if event is not None:
+            PARENT.put(request, parent)
 
     def _check_output(self, request: Request) -> None:
         if request.needs_no_more_steps:
@@ -96,17 +93,23 @@ class Forks(Feature):
 
     def hold(self, request: Request) -> None:
         """Hold a request of the queue until it can be forked, if it has a parent that will run."""
-        parent = request.parent
+        parent = PARENT.of(request)
         if parent is not None and parent.wait_reason is WaitReason.BEAMS:
-            request.parent = None
+            PARENT.put(request, None)
         elif parent is not None and not parent.status.is_finished:
             self._table.hold(request, WaitReason.FORK)
             self._core.decisions.note(Decision(self._core.next_step, "wait", request.request_id, WaitReason.FORK))
             self._children.setdefault(parent.handle, []).append(request)
 
+    def hold_derived(self, request: Request, parent: Request) -> None:
+        """Hold a new request that has the tokens of ``parent`` but the last."""
+        PARENT.put(request, parent)
+        DIVERGES.put(request, True)
+        self.hold(request)
+
     def stop_waiting(self, request: Request) -> None:
         """A child keeps its parent, so that it can be held again."""
-        parent = request.parent
+        parent = PARENT.of(request)
         if parent is not None and request.wait_reason is WaitReason.FORK:
             children = self._children[parent.handle]
             children.remove(request)
@@ -117,18 +120,18 @@ class Forks(Feature):
     def ending(self, request: Request) -> None:
         self.stop_waiting(request)
         self.orphan(request)
-        request.parent = None
+        PARENT.put(request, None)
 
     def orphan(self, parent: Request) -> None:
         """Return the requests that wait for this one to the queue; those with the same tokens then wait for one."""
         first: Request | None = None
         for child in self._children.pop(parent.handle, ()):
             self._table.release(child)
-            if first is None or child.diverges or child.num_tokens != first.num_tokens:
+            if first is None or DIVERGES.of(child) or child.num_tokens != first.num_tokens:
                 first = first or child
-                child.parent = None
+                PARENT.put(child, None)
             else:
-                child.parent = first
+                PARENT.put(child, first)
                 self.hold(child)
 
     # ---- steps
@@ -151,11 +154,12 @@ class Forks(Feature):
         """Admit children. A pause admits only the beams of searches that run already."""
         if plan.preempted or plan.alone is not None:
             return
-        waiting = [child for children in self._children.values() for child in children if child.leader or not is_paused]
+        held = chain.from_iterable(self._children.values())
+        waiting = [child for child in held if child.client < 0 or not is_paused]
         for child in sorted(waiting, key=self._table.waiting.key):
-            parent = child.parent
+            parent = PARENT.of(child)
             assert parent is not None
-            if parent.status is not RequestStatus.RUNNING or not parent.can_run or self._overtakes(child):
+            if parent.status is not RequestStatus.RUNNING or not self._table.can_run(parent) or self._overtakes(child):
                 continue
             root = self._computes_last(plan, parent, child)
             if sampling and root is not None:
@@ -169,13 +173,13 @@ class Forks(Feature):
 
         It is the parent, or the one that the parent itself is forked from in this step.
         """
-        row = None if child.diverges else plan.rows.get(parent.handle)
+        row = None if DIVERGES.of(child) else plan.rows.get(parent.handle)
         ends = row is not None and parent.num_computed_tokens + row.num_tokens == child.num_tokens == parent.num_tokens
         return (row.parent or parent) if row is not None and ends else None
 
     def _overtakes(self, child: Request) -> bool:
         queue = self._table.waiting
-        return any(queue.key(head) < queue.key(child) for head in queue.heads() if head.tenant == child.tenant)
+        return any(queue.key(head) < queue.key(child) for head in queue.heads() if head.account == child.account)
 
     def _admit(self, plan: StepPlan, parent: Request, child: Request, num_shared: int) -> None:
         """Admit a child that shares this number of tokens, if there is room."""
@@ -188,13 +192,13 @@ class Forks(Feature):
             return
         if not kv.forks.can_fork(parent.handle, num_shared):
             self.stop_waiting(child)
-            child.parent = None
+            PARENT.put(child, None)
             return
         if not kv.fork(parent, child, num_shared, plan.keep_free, is_written=not samples):
             return
         self.stop_waiting(child)
         table.start(child)
-        child.parent = None
+        PARENT.put(child, None)
         child.begin(num_shared)
         if child.num_cached_tokens < 0:
             child.num_cached_tokens, child.admitted = num_shared, kv.pool.now
@@ -206,7 +210,7 @@ class Forks(Feature):
     def contents(self, row: StepRow, found: dict[Any, Contents]) -> Contents | None:
         """Return what a new child has, as its parent's first child had it: many children are read once."""
         request, num_shared = row.request, row.request.num_computed_tokens
-        if row.shares_with < 0 or request.diverges:
+        if row.shares_with < 0 or DIVERGES.of(request):
             return None
         key = row.shares_with, num_shared
         if (first := found.get(key)) is not None:
@@ -228,6 +232,6 @@ class Forks(Feature):
         for handle, children in self._children.items():
             assert children, "no child waits for a parent"
             for child in children:
-                assert child.parent is named.get(handle), f"{child!r} waits for a request that has ended"
+                assert PARENT.of(child) is named.get(handle), f"{child!r} waits for a request that has ended"
         held = [r for r in self._table.skipped_waiting.values() if r.wait_reason is WaitReason.FORK]
         assert sorted(r.handle for r in held) == sorted(r.handle for r in waiting), "wrong requests wait for a fork"

@@ -5,10 +5,12 @@ from typing import Any
 import msgspec
 
 from quire.protocol.request.pooling_params import NO_SAMPLING
-from quire.protocol.wire.side_rows import MAX_SIDE_BYTES
+from quire.protocol.wire.side_rows import MAX_SIDE_BYTES, POOLED
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Refusal
+from quire.scheduler_proc.core.step import DueRows, StepRow
+from quire.scheduler_proc.features.result_bytes import POOLING, ROW_BYTES
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -54,16 +56,28 @@ class Pooling(Feature):
     def ends_with_prompt(self, event: Any) -> bool:
         return event.pooling is not None
 
+    def check_parent(self, event: Any, parent: Request) -> None:
+        if event.pooling is not None or not parent.generates:
+            text = "forked_from cannot be combined with pooling, neither of this request nor of the one to fork"
+            raise Refusal("unsupported_value", "forked_from", text)
+
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
-        pooling, can = event.pooling, self._model.pooling
+        pooling, can = None if event is None else event.pooling, self._model.pooling
         if pooling is None:
             return
-        request.pooling, request.sampling, request.stop_tokens = pooling, NO_SAMPLING, frozenset()
+        POOLING.put(request, pooling)
+        request.generates, request.sampling, request.stop_tokens = False, NO_SAMPLING, frozenset()
         request.max_total_tokens = request.num_prompt_tokens + 1  # the placeholder of the vector
         if can is not None:
             needs_all = can.needs_every_token(pooling.task)
             request.skip_reading_prefix_cache = pooling.skip_reading_prefix_cache or needs_all
-            request.row_bytes = 4 * can.width(pooling.task, pooling.dimensions)
+            ROW_BYTES.put(request, 4 * can.width(pooling.task, pooling.dimensions))
 
     def building(self, request: Request, data: NewRequestData) -> NewRequestData:
-        return data if request.pooling is None else msgspec.structs.replace(data, pooling=request.pooling)
+        return data if request.generates else msgspec.structs.replace(data, pooling=POOLING.of(request))
+
+    def due_rows(self, row: StepRow) -> DueRows | None:
+        params, width = POOLING.of(row.request), ROW_BYTES.of(row.request) // 4
+        if params is not None and params.task == "token_embed":
+            return DueRows(POOLED, width, row.first, row.first + row.num_tokens)
+        return DueRows(POOLED, width, 0, 1) if row.completes else None

@@ -1,13 +1,18 @@
 """Result bytes: the room that the result of a step has for vectors and routed experts."""
 
+from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.requests.reasons import WaitReason
-from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.request import Part, Request
 
 _NO_LIMIT = 2**62
+POOLING = Part[PoolingParams | None]("pooling", None)
+"""What the prompt of a request is turned into."""
+ROW_BYTES = Part("row_bytes", 0)
+"""Bytes that a result has for each computed position, beside tokens: vectors or routed experts."""
 
 
 class ResultBytes(Feature):
@@ -33,26 +38,27 @@ class StepBytes:
         self._taken: dict[int, int] = {}
 
     def left(self, request: Request, num_computed: int) -> int:
-        if not request.row_bytes:
+        if not (row_bytes := ROW_BYTES.of(request)):
             return _NO_LIMIT
-        rows = self._left // request.row_bytes - _num_reported(request, num_computed)
+        rows = self._left // row_bytes - _num_reported(request, num_computed)
         return _NO_LIMIT if _is_one_row(request) and rows > 0 else rows
 
     def take(self, row: StepRow) -> None:
         request = row.request
-        if request.row_bytes:
+        if row_bytes := ROW_BYTES.of(request):
             count = 1 if _is_one_row(request) else row.num_tokens + _num_reported(request, request.num_computed_tokens)
-            self._taken[request.handle] = count * request.row_bytes
-            self._left -= count * request.row_bytes
+            self._taken[request.handle] = count * row_bytes
+            self._left -= count * row_bytes
 
     def give_back(self, row: StepRow) -> None:
         self._left += self._taken.pop(row.request.handle, 0)
 
 
 def _is_one_row(request: Request) -> bool:
-    return request.pooling is not None and request.pooling.task != "token_embed"
+    params = POOLING.of(request)
+    return params is not None and params.task != "token_embed"
 
 
 def _num_reported(request: Request, num_computed: int) -> int:
     """Return how many computed positions are in the result: a new row with routed experts reports them too."""
-    return 0 if request.on_worker or request.pooling is not None else num_computed
+    return num_computed if request.generates and not request.on_worker else 0

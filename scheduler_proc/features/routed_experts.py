@@ -6,6 +6,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.side_rows import MAX_SIDE_BYTES
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Refusal
+from quire.scheduler_proc.features.result_bytes import ROW_BYTES
 from quire.scheduler_proc.requests.request import Request
 
 
@@ -18,8 +19,8 @@ class RoutedExpertRows(Feature):
         self._config = core.config
 
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
-        if request.sampling.return_routed_experts:
-            request.row_bytes = routed_row_bytes(request.max_total_tokens, self._config)
+        if event is not None and request.sampling.return_routed_experts:
+            ROW_BYTES.put(request, routed_row_bytes(request.max_total_tokens, self._config))
 
 
 def routed_row_bytes(num_tokens: int, config: EngineConfig) -> int:

@@ -39,7 +39,7 @@ class Tenants(Feature):
     @property
     def count(self) -> int:
         """Number of tenants with running or waiting requests."""
-        waiting = self._table.waiting.tenants
+        waiting = self._table.waiting.accounts
         return len(self.rows.keys() | waiting) if len(self.rows) + len(waiting) > 1 else len(self.rows) + len(waiting)
 
     def consumes(self) -> Mapping[type, Handler]:
@@ -63,20 +63,30 @@ class Tenants(Feature):
             text = f"tenant must be from 0 to {2**31 - 1} (got {event.tenant})"
             raise Refusal("invalid_value", "tenant", text)
 
+    def check_parent(self, event: Any, parent: Request) -> None:
+        if event.tenant != parent.account and self._core.config.fair_admission:
+            text = (
+                f"a forked request must have the tenant of its parent, which is {parent.account} (got {event.tenant})"
+            )
+            raise Refusal("invalid_value", "tenant", text)
+
     def hashing(self, event: Any, chain: Callable[..., HashChain]) -> Callable[..., HashChain]:
         return partial(chain, tenant=event.tenant) if self._core.config.isolate_prefix_cache_by_key else chain
 
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
-        request.tenant = event.tenant if self._core.config.fair_admission else 0
+        if event is None and parent is not None:
+            request.account, request.turn = parent.account, parent.turn
+        else:
+            request.account = event.tenant if self._core.config.fair_admission else 0
 
     def started(self, request: Request) -> None:
-        self.rows[request.tenant] += 1
+        self.rows[request.account] += 1
 
     def stopped(self, request: Request) -> None:
-        if self.rows[request.tenant] > 1:
-            self.rows[request.tenant] -= 1
+        if self.rows[request.account] > 1:
+            self.rows[request.account] -= 1
         else:
-            del self.rows[request.tenant]
+            del self.rows[request.account]
 
     def version(self, request: Request) -> object:
         return self.count
@@ -90,13 +100,13 @@ class Tenants(Feature):
         """Divide the prefill budget equally between the tenants that want it."""
         if self.count < 2:
             return None
-        wanted = Counter({request.tenant: 0 for request in prefills})
+        wanted = Counter({request.account: 0 for request in prefills})
         for request in prefills:
-            wanted[request.tenant] += request.num_tokens_to_compute
+            wanted[request.account] += request.num_tokens_to_compute
         if self._table.waiting and prefills:  # the first waiting request may be admitted in this step
             first = self._table.waiting.peek_request()
             if first is not self._core.refused:
-                wanted[first.tenant] += first.num_tokens
+                wanted[first.account] += first.num_tokens
         return PrefillParts(equal_parts(plan.prefill_budget, wanted))
 
     def admit_before(self, plan: StepPlan, head: Request, reason: WaitReason) -> bool:
@@ -117,17 +127,17 @@ class Tenants(Feature):
         """Return the blocks held by the running requests of each tenant; shared ones count per holder. O(requests)."""
         held: Counter[int] = Counter()
         for request in self._table.running.values():
-            held[request.tenant] += self._kv.num_held_blocks(request)
+            held[request.account] += self._kv.num_held_blocks(request)
         return held
 
     def _has_its_share(self, request: Request, config: EngineConfig | None) -> bool:
         """Whether the request's tenant has its share of the rows of ``config``; of the blocks if ``config`` is None."""
         if config is not None:
-            return self.rows[request.tenant] >= self._share(config.max_num_seqs)
-        return self.blocks()[request.tenant] > self._share(self._kv.pool.num_usable_blocks)
+            return self.rows[request.account] >= self._share(config.max_num_seqs)
+        return self.blocks()[request.account] > self._share(self._kv.pool.num_usable_blocks)
 
     def victims(self, request: Request, config: EngineConfig | None = None) -> list[Request]:
-        rows, mine = self.rows, request.tenant
+        rows, mine = self.rows, request.account
         if self.count < 2 or (len(rows) < 2 and mine in rows):
             return []
         if config is not None:
@@ -147,11 +157,11 @@ class Tenants(Feature):
         if len(self.rows) < 2:
             return []
         by_age = sorted(self._table.running.values(), key=self._table.waiting.key, reverse=True)
-        oldest = {request.tenant: request for request in by_age}
+        oldest = {request.account: request for request in by_age}
         found: dict[int, list[Request]] = {}
         for request in candidates:
-            if request is not oldest[request.tenant]:
-                found.setdefault(request.tenant, []).append(request)
+            if request is not oldest[request.account]:
+                found.setdefault(request.account, []).append(request)
         if not found:
             return []
         held = self.blocks()
@@ -165,7 +175,7 @@ class Tenants(Feature):
         if not over:
             return []
         tenant = max(over, key=lambda each: (over[each], each))
-        running = [request for request in self._table.running.values() if request.tenant == tenant]
+        running = [request for request in self._table.running.values() if request.account == tenant]
         oldest = min(running, key=self._table.waiting.key)
         return [r for r in running if r is not oldest and self._may_be_preempted(r, claimant)]
 
@@ -175,7 +185,7 @@ class Tenants(Feature):
     # ---- statistics and checks
 
     def describe(self, request: Request) -> dict[str, Any]:
-        return {"tenant": request.tenant}
+        return {"tenant": request.account}
 
     def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
         """Add the service of each tenant, which other engines need if there are several."""
@@ -184,8 +194,8 @@ class Tenants(Feature):
         return msgspec.structs.replace(found, tenants=self._listing()) if is_listing else found
 
     def _listing(self) -> list[TenantState]:
-        numbers = Counter(request.tenant for request in self._table.requests.values())
-        running = self.rows + Counter(request.tenant for request in self._table.leaving.values())
+        numbers = Counter(request.account for request in self._table.requests.values())
+        running = self.rows + Counter(request.account for request in self._table.leaving.values())
         blocks = self.blocks()
         return [
             TenantState(tenant, running[tenant], number - running[tenant], blocks[tenant])
@@ -193,7 +203,7 @@ class Tenants(Feature):
         ]
 
     def check(self) -> None:
-        assert Counter(r.tenant for r in self._table.running.values()) == self.rows, "wrong row counts of tenants"
+        assert Counter(r.account for r in self._table.running.values()) == self.rows, "wrong row counts of tenants"
 
 
 class PrefillParts:
@@ -203,10 +213,10 @@ class PrefillParts:
         self._parts = parts
 
     def left(self, request: Request) -> int:
-        return self._parts[request.tenant]
+        return self._parts[request.account]
 
     def take(self, request: Request, num_tokens: int) -> None:
-        self._parts[request.tenant] -= num_tokens
+        self._parts[request.account] -= num_tokens
 
 
 def equal_parts(total: int, wanted: Mapping[int, int]) -> dict[int, int]:

@@ -20,8 +20,12 @@ from quire.scheduler_proc.kv.saves import Numbers, Saves, move_blocks
 from quire.scheduler_proc.kv.tiers import Tier
 from quire.scheduler_proc.requests.events import HostMemory, LoadLate
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.requests.request import Part, Request, RequestStatus
 
+CHOICE = Part[LoadChoice | None]("choice", None)
+"""Whether to load the part of a prefix that only tiers have, until the request was admitted with that part."""
+SPLIT_AT = Part("split_at", 0)
+"""Position up to which a request computes while the rest of its cached prefix is loaded; 0 if nothing is."""
 BEYOND_ALL = 2**40
 """Added to the number of the newest transfer, it is greater than that of any content on disk."""
 
@@ -66,7 +70,7 @@ class Transfers(Feature):
     *Saves* copy what is about to be evicted to the next tier. *Loads* copy the pages that continue the cached prefix of
     a waiting request to new blocks. Meanwhile the request is held (WaitReason.LOADING). When the load is answered its
     blocks are named, and kept until the request is admitted, which then finds them in the prefix cache. If the request
-    is *split*, it runs meanwhile, up to ``Request.split_at``, where the load begins. Then it returns to the queue, and
+    is *split*, it runs meanwhile, up to ``SPLIT_AT``, where the load begins. Then it returns to the queue, and
     is held until the load is answered.
 
     Invariants (``check``): a page is held while it is read. A target is held and not findable before every rank has
@@ -161,7 +165,7 @@ class Transfers(Feature):
         prefills, num_others = self._prefills()
         load_seconds = sum(load.choice.pages_seconds for load in self._open.values())
         choice = choose(self.costs, prefix, WorkAhead(prefills, step_tokens, num_others, load_seconds))
-        request.choice = choice._replace(found=prefix)
+        CHOICE.put(request, choice._replace(found=prefix))
         if choice.kind == "load":
             self._begin_load(request, found, choice)
             self._table.hold(request, WaitReason.LOADING)
@@ -172,7 +176,7 @@ class Transfers(Feature):
     def _prefills(self) -> tuple[Prefill, int]:
         """Return what running requests have to prefill, and the number of the other ones. O(unsteady)."""
         found = [request for request in self._table.unsteady.values() if request.num_tokens_to_compute > 1]
-        parts = (Prefill.between(r.num_computed_tokens, r.split_at or r.num_tokens) for r in found)
+        parts = (Prefill.between(r.num_computed_tokens, SPLIT_AT.of(r) or r.num_tokens) for r in found)
         return sum(parts, Prefill()), len(self._table.running) - len(found)
 
     def version(self, request: Request) -> object:
@@ -186,27 +190,28 @@ class Transfers(Feature):
 
         Before hashes of the request are published: it looks for what the device lacks.
         """
-        if not is_first and request.split_at and num_hit_tokens > request.split_at:
-            loaded = num_hit_tokens - request.split_at  # while it computed the tokens before
+        split_at = SPLIT_AT.of(request)
+        if not is_first and split_at and num_hit_tokens > split_at:
+            loaded = num_hit_tokens - split_at  # while it computed the tokens before
             request.num_cached_tokens += loaded
             self._core.stats.prefix_cache_hit_tokens += loaded
             self._table.waiting.charge_for(request, -loaded)
-        request.split_at = 0
+        SPLIT_AT.put(request, 0)
         chosen, self._choice = self._choice, None
         choice = chosen[1] if chosen is not None and chosen[0] == request.handle else None
         if choice is not None and choice.kind == "split":
             found = find_contents(self._kv, request, choice.front // self._kv.block_size)
             if found.fits(self._kv):
                 self._begin_load(request, found, choice)
-                request.split_at = choice.front
+                SPLIT_AT.put(request, choice.front)
                 self._note("choose", request, "split", len(found.pages), str(choice))
                 return
-        request.choice = None
+        CHOICE.put(request, None)
         if choice is None:
             return
         most = min(FULL_PAGES, max(self._kv.pool.num_free_blocks // 2, 1))
         if self.costs.avoids_load() and (found := find_contents(self._kv, request).last(most)).fits(self._kv):
-            self._load(found, LoadChoice("load"), request.tenant)
+            self._load(found, LoadChoice("load"), request.account)
         self._note("choose", request, "compute", 0, str(choice))
 
     def _join(self, request: Request) -> bool:
@@ -217,7 +222,7 @@ class Transfers(Feature):
         return True
 
     def _begin_load(self, request: Request, found: FoundContents, choice: LoadChoice) -> None:
-        load = self._load(found, choice, request.tenant)
+        load = self._load(found, choice, request.account)
         load.request, self._loading[request.handle] = request, load
         self.costs.num_avoided = 0
 
@@ -247,7 +252,8 @@ class Transfers(Feature):
     def stop_waiting(self, request: Request) -> None:
         """What is loaded for the request will be cached."""
         if request.handle in self._loading:
-            request.split_at, request.choice = 0, None
+            SPLIT_AT.put(request, 0)
+            CHOICE.put(request, None)
             self._end_wait(request)
 
     def _end_wait(self, request: Request) -> None:
@@ -283,10 +289,10 @@ class Transfers(Feature):
 
         The prefix cache keeps what it has computed.
         """
-        if not request.split_at:
+        if not SPLIT_AT.of(request):
             return None
-        if request.num_computed_tokens < request.split_at:
-            return request.split_at - request.num_computed_tokens
+        if request.num_computed_tokens < SPLIT_AT.of(request):
+            return SPLIT_AT.of(request) - request.num_computed_tokens
         self._decisions.preempted(self._core.next_step, request, PreemptReason.JOINS_LOAD)
         self._table.preempt(request)
         self._kv.free(request)
@@ -347,7 +353,7 @@ class Transfers(Feature):
         kv.cache_loaded(request, [load.blocks[at] for at in good], [load.keys[at] for at in good])
         if request is not None and good:
             kv.holds.keep_for(load.hold, request.handle)
-            if (choice := request.choice) is not None:
+            if (choice := CHOICE.of(request)) is not None:
                 num_loaded = 0 if failed else choice.num_loaded(request.num_tokens)
                 self._decisions.follow(request, "loaded", "+".join(choice.found.pages), num_loaded)
             self._end_wait(request)
@@ -417,7 +423,7 @@ class Transfers(Feature):
             assert load.request is not None
             self.stop_waiting(load.request)
         for request in self._table.requests.values():
-            request.split_at = 0
+            SPLIT_AT.put(request, 0)
         self._drop_device_contents()
         self._saves.begin_epoch(new_workers=new_workers)
         if not new_workers:
@@ -465,7 +471,7 @@ class Transfers(Feature):
             tier.pages.check(read + self._saves.holders(tier))
         for handle, load in self._loading.items():
             assert load.request is not None and load.request.handle == handle
-            assert load.request.split_at or handle in self._table.skipped_waiting, "a loading request is not held"
+            assert SPLIT_AT.of(load.request) or handle in self._table.skipped_waiting, "a loading request is not held"
         assert self._num_late_open == sum(load.is_late for load in self._open.values())
         requests = self._table.requests.values()
-        kv.holds.check({r.handle for r in requests if r.status is not RequestStatus.RUNNING or r.split_at})
+        kv.holds.check({r.handle for r in requests if r.status is not RequestStatus.RUNNING or SPLIT_AT.of(r)})

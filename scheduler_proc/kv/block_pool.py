@@ -28,7 +28,7 @@ class BlockPool:
         num_revived_blocks: free blocks that cache hits have taken from the free queue since the start.
         num_changes: grows with each allocation, release and change of cached contents. While it is unchanged, the pool
             gives the same answers.
-        is_fair: whether the order of reuse depends on the tenants for which blocks were freed.
+        is_fair: whether the order of reuse depends on the accounts for which blocks were freed.
         releases: with pins, the releases in the free queue; otherwise None.
     """
 
@@ -71,11 +71,11 @@ class BlockPool:
         """Return a queue of blocks among which only use and pins decide."""
         return FreeKVCacheBlockQueue(blocks) if self.releases is None else PinnedFreeQueue(blocks, self.releases)
 
-    def act_for(self, tenant: int) -> None:
-        """Set the tenant of the request for which the next calls are made. Used only by FairBlockPool."""
+    def act_for(self, account: int) -> None:
+        """Set the account of the request for which the next calls are made. Used only by FairBlockPool."""
 
     def owner_of(self, block: KVCacheBlock) -> int:
-        """Return the tenant to which a free cached block belongs; 0 unless this is a FairBlockPool."""
+        """Return the account to which a free cached block belongs; 0 unless this is a FairBlockPool."""
         return 0
 
     def begin_release(self, pin: int) -> None:
@@ -154,8 +154,8 @@ class BlockPool:
             block.ref_cnt += 1
             if not block.block_id & SAMPLE_MASK:
                 self.metrics.hit(block.block_id, self.now)
-        # Collected and removed at once, because a queue with pins or tenants looks up a run of blocks cheaper than each
-        # of them.
+        # Collected and removed at once, because a queue with pins or accounts looks up a run of blocks cheaper than
+        # each of them.
         self.free_block_queue.remove_n(free)
         self.num_evictable_blocks -= len(free)
         self.num_revived_blocks += len(free)

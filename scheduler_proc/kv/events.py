@@ -2,8 +2,8 @@
 what the stored blocks hold.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from quire.protocol.block_hash import group_suffix
 from quire.protocol.model.kv_layout import KVLayout
@@ -11,15 +11,9 @@ from quire.protocol.wire.kv_events import AllBlocksCleared, BlocksRemoved, Block
 
 
 class Span(NamedTuple):
-    """Tokens of a request, and what its block hashes cover besides tokens.
-
-    Attributes:
-        adapter: number and name of its LoRA adapter, or None.
-        salts: its cache salt and tenant, as far as contents are not shared without them.
-    """
+    """Tokens of a request, and the salts that its block hashes cover besides tokens."""
 
     token_ids: list[int]
-    adapter: tuple[int, str] | None = None
     salts: tuple[str, ...] = ()
 
 
@@ -39,7 +33,8 @@ class KVEventRecorder:
     Invariant: a consumer that starts with an empty set and applies the events of ``take`` in order has, by medium, the
     keys of each pool's map. A pool therefore reports a key only with its first and its last block.
 
-    ``describes``: whether it needs ``describe`` before ``stored``, as ``DescribingRecorder`` does.
+    ``describes``: whether it needs ``describe`` before ``stored``, as ``DescribingRecorder`` does. ``label``: returns
+    that of a request's blocks; set by what knows it.
     """
 
     describes: ClassVar[bool] = False
@@ -48,6 +43,7 @@ class KVEventRecorder:
         """``hash_bytes``: length of a hash; the rest of a key is the group (``block_hash.group_key``)."""
         self._block_sizes = [group.block_size for group in layout.groups]
         self._hash_bytes = hash_bytes
+        self.label: Callable[[Any], tuple[int, str] | None] = lambda request: None
         self._events: list[KVEvent] = []
         self._run: list[bytes] = []
         """Keys of the current run, split into groups only at its end: a step stores thousands one by one."""
@@ -113,12 +109,13 @@ class Origin(NamedTuple):
 
     Attributes:
         parent: hash of the block before it in its group; None for the first one.
+        label: number and name of the weights beside the model's that have computed it, or None.
         salts: of the first block only, as in ``Span``.
     """
 
     parent: bytes | None
     token_ids: list[int]
-    adapter: tuple[int, str] | None
+    label: tuple[int, str] | None
     salts: tuple[str, ...]
 
 
@@ -135,12 +132,12 @@ class DescribingRecorder(KVEventRecorder):
 
     def describe(self, request: FilledRequest, group: int, first: int, end: int) -> None:
         size, hashes = self.layout.groups[group].block_size, request.block_hashes
-        granules = size // self.layout.block_size
-        token_ids, adapter, salts = request.span(first * size, end * size)
+        granules, label = size // self.layout.block_size, self.label(request)
+        token_ids, salts = request.span(first * size, end * size)
         for index in range(first, end):
             start = (index - first) * size
             parent = hashes[index * granules - 1] if index else None
-            origin = Origin(parent, token_ids[start : start + size], adapter, () if index else salts)
+            origin = Origin(parent, token_ids[start : start + size], label, () if index else salts)
             self.origins[hashes[(index + 1) * granules - 1], group] = origin
 
     def describe_keys(self, request: FilledRequest, keys: Sequence[bytes]) -> None:

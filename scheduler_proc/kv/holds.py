@@ -13,13 +13,13 @@ class BlockHold:
     """Blocks with one holder.
 
     Attributes:
-        tenant: whose blocks they count as.
+        account: whose blocks they count as.
         places: for ``BlockPool.end_copy``, if the blocks are the sources of a copy; None for others.
         handle: the waiting request for which they are kept, or -1 while a copy needs them.
     """
 
     blocks: list[KVCacheBlock]
-    tenant: int
+    account: int
     is_source: bool = False
     places: Any = None
     handle: int = -1
@@ -52,17 +52,19 @@ class Holds:
         places = self._pool.begin_copy(blocks)
         return self._add(BlockHold(list(blocks), 0, is_source=True, places=places))
 
-    def hold_targets(self, cached: Sequence[KVCacheBlock], num_new: int, tenant: int) -> tuple[int, list[KVCacheBlock]]:
+    def hold_targets(
+        self, cached: Sequence[KVCacheBlock], num_new: int, account: int
+    ) -> tuple[int, list[KVCacheBlock]]:
         """Hold cached blocks, and allocate ``num_new`` to copy to; enough must be free.
 
         Returns:
             The hold's number, and the new blocks.
         """
-        self._pool.act_for(tenant)
+        self._pool.act_for(account)
         # Hits are held before the new blocks are taken, which could evict them otherwise.
         self._pool.touch(cached)
         new = self._pool.get_new_blocks(num_new)
-        return self._add(BlockHold([*cached, *new], tenant)), new
+        return self._add(BlockHold([*cached, *new], account)), new
 
     def end(self, number: int) -> None:
         """Release the blocks of a hold."""
@@ -71,7 +73,7 @@ class Holds:
         if hold.is_source:
             self._pool.end_copy(hold.blocks, hold.places)
         else:
-            self._pool.act_for(hold.tenant)
+            self._pool.act_for(hold.account)
             self._pool.free_blocks(reversed(hold.blocks))
 
     def keep_for(self, number: int, handle: int) -> None:

@@ -32,7 +32,7 @@ class CacheRequest(Protocol):
         num_acknowledged_tokens: positions whose results have arrived, cache hits included; at most
             ``num_computed_tokens``, and 0 after a preemption.
         skip_reading_prefix_cache: whether all positions must be computed.
-        tenant: tenant number; 0 when unknown.
+        account: the account whose share of the pool its blocks count for.
         span: returns its known tokens from index ``start`` up to ``end``; called only when events have them.
     """
 
@@ -49,7 +49,7 @@ class CacheRequest(Protocol):
     @property
     def skip_reading_prefix_cache(self) -> bool: ...
     @property
-    def tenant(self) -> int: ...
+    def account(self) -> int: ...
     def span(self, start: int, end: int) -> Span: ...
 
 
@@ -243,7 +243,7 @@ class KVCacheManager:
         # First, so that the child's share of the parent's blocks is findable too: only full blocks with a hash may have
         # two owners without a copy.
         self.cache_blocks(parent, num_shared_tokens)
-        self.pool.act_for(child.tenant)
+        self.pool.act_for(child.account)
         return self.forks.fork(
             parent.handle, child.handle, num_shared_tokens, num_shared_tokens + 1, keep_free, is_written=is_written
         )
@@ -269,8 +269,8 @@ class KVCacheManager:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
 
     def act_for(self, request: CacheRequest) -> None:
-        """Count what is allocated and freed next for the request's tenant."""
-        self.pool.act_for(request.tenant)
+        """Count what is allocated and freed next for the request's account."""
+        self.pool.act_for(request.account)
 
     def free(self, request: CacheRequest, pin: int = 0) -> None:
         """Free all blocks of a request.

@@ -52,7 +52,7 @@ class StoreChoice:
         evicted, revived = self._changes()
         if evicted or revived:
             self._note_changes()
-            # An estimate is enough: the order of eviction is approximate with tenants and pins, and exact books would
+            # An estimate is enough: the order of eviction is approximate with accounts and pins, and exact books would
             # cost a lookup for each eviction. A wrong estimate stores a content late, or looks once more.
             self.num_unsaved += max(evicted - self._num_safe, 0)
             self._num_safe = max(self._num_safe - evicted - revived, 0)

@@ -50,14 +50,14 @@ class Tier:
         self.pages.free_blocks(pages)
 
     def take(self, owners: Sequence[int]) -> list[KVCacheBlock]:
-        """Return a page to fill for each of these tenants, fewer if fewer are free. Their contents are evicted."""
+        """Return a page to fill for each of these accounts, fewer if fewer are free. Their contents are evicted."""
         # Fewer pages are no error: what is not stored is merely evicted, as it would be without a tier.
         owners = owners[: self.pages.num_free_blocks]
         taken: dict[int, Iterator[KVCacheBlock]] = {}
-        for tenant, count in Counter(owners).items():
-            self.pages.act_for(tenant)
-            taken[tenant] = iter(self.pages.get_new_blocks(count))
-        return [next(taken[tenant]) for tenant in owners]
+        for account, count in Counter(owners).items():
+            self.pages.act_for(account)
+            taken[account] = iter(self.pages.get_new_blocks(count))
+        return [next(taken[account]) for account in owners]
 
     def publish(self, pages: Sequence[KVCacheBlock], keys: Sequence[bytes]) -> None:
         """Name complete pages and release them."""
@@ -74,7 +74,7 @@ class Tier:
 
 
 def host_tier(num_pages: int, events: KVEventRecorder | None, *, is_fair: bool = False) -> Tier:
-    """Return host memory. Contents are evicted from the tenant that has the most if ``is_fair``.
+    """Return host memory. Contents are evicted from the account that has the most if ``is_fair``.
 
     ``num_pages`` includes page 0, which is not used. ``events``: as in BlockPool.
     """

@@ -115,7 +115,7 @@ def _stored(
     found = origins if event.medium == "device" else {}
     for run in _runs(event, found):
         first = run.origins[0] if run.origins else Origin(None, [], None, ())
-        lora_id, lora_name = first.adapter or (None, None)
+        lora_id, lora_name = first.label or (None, None)
         yield StoredBlocks(
             [_number(name) for name in run.hashes],
             None if first.parent is None else _number(first.parent),
@@ -147,7 +147,7 @@ def _runs(event: BlocksStored, origins: Mapping[tuple[bytes, int], Origin]) -> l
 
 def _extra_keys(origins: Sequence[Origin]) -> list[tuple[str, ...] | None] | None:
     """Return for each block the name of its adapter and, of a prompt's first block, the salts."""
-    keys = [(*(() if origin.adapter is None else (origin.adapter[1],)), *origin.salts) for origin in origins]
+    keys = [(*(() if origin.label is None else (origin.label[1],)), *origin.salts) for origin in origins]
     return [key or None for key in keys] if any(keys) else None
 
 

@@ -2,20 +2,19 @@
 
 import enum
 from collections.abc import Sequence
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.costs.choice import LoadChoice
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.events import Span
-from quire.scheduler_proc.requests.adapter_state import AdapterState
-from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 from quire.scheduler_proc.requests.step_clock import StepClock
 from quire.scheduler_proc.requests.tokens import TokenStore
+
+T = TypeVar("T")
 
 
 class RequestStatus(enum.IntEnum):
@@ -44,6 +43,7 @@ STATUS_OF_END = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Request:
     """State of one request. Only the scheduler changes it.
 
@@ -53,161 +53,76 @@ class Request:
     from the step clock when they are read. Only ``tokens`` may then lack the newest tokens.
 
     Attributes:
-        number: order of arrival in this engine.
-        order: order of admission among running requests; new at each admission.
-        handle: identifies the request in messages; -1 until the scheduler allocates it.
-        client: index of the front end that sent the request.
-        admitted: time of the first admission on the clock given to ``Scheduler.schedule``, for metrics; 0 until then.
-        adapter: its LoRA adapter, or None; adapter_name: the name by which its client asked for it.
-        tenant: account for fair scheduling of the queue, rows and blocks (tenants.py).
-        turn: service count of the tenant at the first admission; -1 before, and after the place in the queue is lost.
+        client: index of the front end that sent the request; -1 for one that a feature has made.
         stop_tokens: token ids that end the request.
         max_total_tokens: limit for prompt and output tokens together.
-        pooling: what its prompt is turned into; None if it generates tokens. Its one placeholder, from the step that
-            computes the last token of its prompt until the result, stands for its vector.
-        row_bytes: bytes that a result has for each computed position, beside tokens: vectors or routed experts.
-        was_bad: its logits were not finite when it had been preempted, so that it was given another chance.
+        part_of: the client's request, if a feature computes it by several requests, of which this is one; or None.
+        account: for whose share of the queue, rows and blocks it counts.
+        handle: identifies the request in messages; -1 until the scheduler allocates it.
+        number: order of arrival in this engine.
+        order: order of admission among running requests; new at each admission.
+        admitted: time of the first admission on the clock given to ``Scheduler.schedule``, for metrics; 0 until then.
+        turn: service count of the account at the first admission; -1 before, and after the place in the queue is lost.
+        generates: whether it samples tokens. Otherwise rows beside tokens are its result, for which one placeholder
+            stands from the step that computes the last token of its prompt until the result.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded meanwhile; or -1.
         ignore_results_until: results of steps up to this one no longer apply to this request.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission or loaded by a split; or -1.
         num_drafts_in_flight: drafts that the steps in flight may have; each is a placeholder that may get no token.
         repetition: detector that checks each output token, or None.
-        on_worker, parked: state of the request on the workers, as of the last step sent.
-        program: the agent or conversation of which it is a turn, or None.
-        is_overdue: it has waited for so long that it is scheduled before requests of all programs.
-        parent: the request whose blocks it will share, until it is admitted or returns to the queue; or None.
-        diverges: whether its last token is not one of its parent's.
-        leader: the client's request, if it computes a beam of that request's search; or None.
-        job_id: as of AddRequest, for traces.
-        choice: whether to load the part of its prefix that only tiers have, until it has been admitted with that part.
-        split_at: position up to which it computes while the rest of its cached prefix is loaded; 0 if nothing is.
         wait_reason: why the request waits, while it waits.
         skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
+        on_worker, parked: state of the request on the workers, as of the last step sent.
+        was_bad: its logits were not finite when it had been preempted, so that it was given another chance.
+        parts: what features keep of it (``Part``).
         joined_step: the last step before steady decode.
         synced_step: in steady decode, the step that sampled the last token in ``tokens``.
         event_step, last_step, leave_step, block_step: used by SteadyDecode only.
         tables: in steady decode, its blocks per KV group. The lists belong to the KV cache.
     """
 
-    __slots__ = (
-        "_clock",
-        "_num_acknowledged_tokens",
-        "_num_computed_tokens",
-        "_num_in_flight",
-        "_num_output_placeholders",
-        "adapter",
-        "adapter_name",
-        "admitted",
-        "arrival",
-        "block_step",
-        "choice",
-        "client",
-        "diverges",
-        "event_step",
-        "handle",
-        "ignore_results_until",
-        "introduced",
-        "is_overdue",
-        "job_id",
-        "joined_step",
-        "last_step",
-        "leader",
-        "leave_step",
-        "max_total_tokens",
-        "num_cached_tokens",
-        "num_drafts_in_flight",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "number",
-        "on_worker",
-        "order",
-        "parent",
-        "parked",
-        "pooling",
-        "priority",
-        "program",
-        "repetition",
-        "request_id",
-        "row_bytes",
-        "sampling",
-        "seed",
-        "skip_reading_prefix_cache",
-        "split_at",
-        "status",
-        "stop_tokens",
-        "synced_step",
-        "tables",
-        "tenant",
-        "tokens",
-        "turn",
-        "wait_reason",
-        "was_bad",
-    )
-
-    def __init__(
-        self,
-        *,
-        client: int,
-        request_id: str,
-        tokens: TokenStore,
-        num_prompt_tokens: int,
-        sampling: SamplingParams,
-        seed: int,
-        stop_tokens: frozenset[int],
-        max_total_tokens: int,
-        priority: int = 0,
-        arrival: float = 0.0,
-        tenant: int = 0,
-        handle: int = -1,
-        adapter: "Adapter | None" = None,
-        pooling: PoolingParams | None = None,
-    ) -> None:
-        self.number = self.order = 0
-        self.adapter = adapter
-        self.adapter_name = "" if adapter is None else adapter.ref.name
-        self.handle = handle
-        self.client = client
-        self.request_id = request_id
-        self.tokens = tokens
-        self.num_prompt_tokens = num_prompt_tokens
-        self.sampling = sampling
-        self.pooling = pooling
-        self.row_bytes = 0
-        self.seed = seed
-        self.stop_tokens = stop_tokens
-        self.max_total_tokens = max_total_tokens
-        self.priority = priority
-        self.arrival = arrival
-        self.admitted = 0.0
-        self.tenant = tenant
-        self.turn = -1
-        self.status = RequestStatus.WAITING
-        self._clock: StepClock | None = None
-        self._num_computed_tokens = 0
-        self._num_acknowledged_tokens = 0
-        self._num_output_placeholders = 0
-        self._num_in_flight = 0
-        self.num_cached_tokens = -1
-        self.ignore_results_until = -1
-        self.num_preemptions = 0
-        self.num_drafts_in_flight = 0
-        self.repetition: RepetitionWatch | None = None
-        self.wait_reason = WaitReason.QUEUED
-        self.skip_reading_prefix_cache = False
-        self.introduced = False
-        self.on_worker = False
-        self.parked = False
-        self.parent: Request | None = None
-        self.diverges = False
-        self.was_bad = False
-        self.leader: Request | None = None
-        self.program: Program | None = None
-        self.is_overdue = False
-        self.split_at = 0
-        self.choice: LoadChoice | None = None
-        self.job_id = ""
-        self.joined_step = self.synced_step = self.event_step = self.block_step = 0
-        self.last_step = self.leave_step = 0
-        self.tables: Sequence[list[KVCacheBlock]] = ()
+    client: int
+    request_id: str
+    tokens: TokenStore
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    stop_tokens: frozenset[int]
+    max_total_tokens: int
+    priority: int = 0
+    arrival: float = 0.0
+    account: int = 0
+    part_of: "Request | None" = None
+    handle: int = -1
+    number: int = 0
+    order: int = 0
+    admitted: float = 0.0
+    turn: int = -1
+    generates: bool = True
+    status: RequestStatus = RequestStatus.WAITING
+    _clock: StepClock | None = None
+    _num_computed_tokens: int = 0
+    _num_acknowledged_tokens: int = 0
+    _num_output_placeholders: int = 0
+    _num_in_flight: int = 0
+    num_cached_tokens: int = -1
+    ignore_results_until: int = -1
+    num_preemptions: int = 0
+    num_drafts_in_flight: int = 0
+    repetition: RepetitionWatch | None = None
+    wait_reason: WaitReason = WaitReason.QUEUED
+    skip_reading_prefix_cache: bool = False
+    introduced: bool = False
+    on_worker: bool = False
+    parked: bool = False
+    was_bad: bool = False
+    parts: dict[str, Any] = field(default_factory=dict)
+    joined_step: int = 0
+    synced_step: int = 0
+    event_step: int = 0
+    block_step: int = 0
+    last_step: int = 0
+    leave_step: int = 0
+    tables: Sequence[list[KVCacheBlock]] = ()
 
     # ---- progress
 
@@ -315,7 +230,6 @@ class Request:
     def forget_in_flight(self) -> None:
         """Reset the counters of steps in flight, which will never be answered."""
         self._num_in_flight = self._num_output_placeholders = self.num_drafts_in_flight = 0
-        self.split_at = 0
 
     def join_steady(self, clock: StepClock) -> None:
         """Join steady decode: each step after ``clock.sent`` computes one position and samples one token.
@@ -343,8 +257,7 @@ class Request:
 
     def span(self, start: int, end: int) -> Span:
         """Return its known tokens from index ``start`` up to ``end``, and what its hashes cover besides tokens."""
-        adapter = None if self.adapter is None else (self.adapter.number, self.adapter_name)
-        return Span(self.tokens.tail(start, end), adapter, self.tokens.salts)
+        return Span(self.tokens.tail(start, end), self.tokens.salts)
 
     @property
     def has_grammar(self) -> bool:
@@ -356,20 +269,10 @@ class Request:
         return self.has_grammar or self.sampling.repetition_detection is not None
 
     @property
-    def can_run(self) -> bool:
-        """Whether the next step may compute it, if it runs: its adapter has a turn."""
-        return self.adapter is None or self.adapter.is_active
-
-    @property
     def repeats_itself(self) -> bool:
         """Whether its newest tokens are a repetition and ``min_tokens`` is reached."""
         watch = self.repetition
         return watch is not None and watch.found and self.num_output_tokens >= self.sampling.min_tokens
-
-    @property
-    def can_leave(self) -> bool:
-        """Whether the workers can forget it: it needs no more steps. A beam may still continue."""
-        return self.leader is None and self.needs_no_more_steps
 
     @property
     def needs_no_more_steps(self) -> bool:
@@ -386,5 +289,22 @@ class Request:
         )
 
 
-Adapter: TypeAlias = AdapterState[Request]
-Program: TypeAlias = ProgramState[Request]
+class Part(Generic[T]):
+    """What a feature keeps of each request: a value in ``Request.parts`` under ``name``, unless it is ``default``.
+
+    It is at the request and not in the feature by handle, because a request that is refused while it is built has no
+    handle, and because a step in flight may have a request that has ended and whose value still matters.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self.name, self.default = name, default
+
+    def of(self, request: Request) -> T:
+        value: T = request.parts.get(self.name, self.default)
+        return value
+
+    def put(self, request: Request, value: T) -> None:
+        if value == self.default:
+            request.parts.pop(self.name, None)
+        else:
+            request.parts[self.name] = value

@@ -1,14 +1,12 @@
 """The waiting queue: requests that are accepted but not running, in scheduling order."""
 
 import heapq
-from collections.abc import Iterator, KeysView
+from collections.abc import Callable, Iterator, KeysView
 
 from quire.protocol.errors import ConfigError
 from quire.scheduler_proc.requests.request import Request
 
 POLICIES = ("fcfs", "priority", "program", "continuum")
-_OVERDUE, _ADMITTED, _NEW, _OTHER = range(4)
-"""Ranks under the policy ``program``; see ``ProgramLimit``."""
 OUTPUT_WEIGHT = 2
 """Service units of one output token. A prompt token counts 1; an output token occupies a row for a whole step."""
 
@@ -83,9 +81,7 @@ class RequestQueue:
     """Waiting requests. Tenants take turns; within one tenant the order is that of the policy.
 
     ``fcfs``: by arrival in this engine. ``priority``: lowest number first, then by ``arrival``, then as fcfs.
-    ``continuum``: by the first arrival of their program. ``program``: overdue requests by arrival, then turns of
-    admitted programs and then first turns, both by the first arrival of their program, then other turns, the shortest
-    prompt first, because the cache has lost it. After a change of program or request, call ``rerank``.
+    Other policies: by ``rank``, which a feature sets, and which calls ``rerank`` when the rank of a request changes.
 
     Among the first requests of all tenants with equal priority (fcfs: all of them), the tenant that was served least is
     next. This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024): fair
@@ -101,6 +97,7 @@ class RequestQueue:
         if policy not in POLICIES:
             raise ConfigError(f"scheduling_policy must be one of {', '.join(POLICIES)} (got {policy!r})")
         self.policy = policy
+        self.rank: Callable[[Request], _Key] = lambda request: (request.number,)
         self._lines: dict[int, _TenantQueue] = {}
         self._num_waiting = 0
         self._turns = RankedSet()
@@ -118,29 +115,19 @@ class RequestQueue:
             return (request.number,)
         if self.policy == "priority":
             return (request.priority, request.arrival, request.number)
-        program = request.program
-        first = request.number if program is None else program.number or request.number
-        if self.policy == "continuum":
-            return (first, request.number)
-        if request.is_overdue:
-            return (_OVERDUE, request.number)
-        if program is not None and program.is_admitted:
-            return (_ADMITTED, first, request.number)
-        if program is None or not program.num_turns:
-            return (_NEW, first, request.number)
-        return (_OTHER, request.num_prompt_tokens, request.number)
+        return self.rank(request)
 
     def heads(self) -> list[Request]:
         """Return the first request of each tenant, in the order of their turns. O(tenants)."""
         return sorted((line.head for line in self._lines.values()), key=self._rank)
 
     @property
-    def tenants(self) -> KeysView[int]:
+    def accounts(self) -> KeysView[int]:
         """Tenants with waiting requests."""
         return self._lines.keys()
 
     def add_request(self, request: Request) -> None:
-        tenant = request.tenant
+        tenant = request.account
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _TenantQueue()
@@ -154,10 +141,10 @@ class RequestQueue:
 
     def rerank(self, request: Request) -> None:
         """Move a waiting request to its place after its key has changed. Raises KeyError if it is not in the queue."""
-        line = self._lines[request.tenant]
+        line = self._lines[request.account]
         line.order.put(request.handle, self.key(request))
         if self._turns:
-            self._take_turn(request.tenant)
+            self._take_turn(request.account)
 
     def peek_request(self) -> Request:
         """Return the next request. Raises IndexError if none waits."""
@@ -169,7 +156,7 @@ class RequestQueue:
         """Raises KeyError if the request is not in the queue."""
         if request not in self:
             raise KeyError(f"{request!r} is not in the waiting queue")
-        tenant = request.tenant
+        tenant = request.account
         line = self._lines[tenant]
         was_first = line.head is request
         del line.requests[request.handle]
@@ -185,14 +172,14 @@ class RequestQueue:
 
     def take_request(self, request: Request) -> None:
         """Remove an admitted request, and store its place in the queue for the case of a preemption."""
-        least = int(self._least.first()[0][0]) if self._least else self._served[request.tenant]
+        least = int(self._least.first()[0][0]) if self._least else self._served[request.account]
         self._floor = max(self._floor, least)
         if request.turn < 0:
-            request.turn = self._served[request.tenant]
+            request.turn = self._served[request.account]
         self.remove_request(request)
 
     def charge_for(self, request: Request, num_tokens: int) -> None:
-        self.charge(request.tenant, num_tokens)
+        self.charge(request.account, num_tokens)
 
     def charge(self, tenant: int, num_tokens: int) -> None:
         """Add ``num_tokens`` to the service count of ``tenant``."""
@@ -217,7 +204,7 @@ class RequestQueue:
 
     def _rank(self, head: Request) -> _Key:
         """Return the sort key of the tenant whose first request is ``head``; the lowest key is next."""
-        turn = self._served[head.tenant] if head.turn < 0 else head.turn
+        turn = self._served[head.account] if head.turn < 0 else head.turn
         if self.policy == "fcfs":
             return (turn, head.number)
         if self.policy == "priority":
@@ -225,7 +212,7 @@ class RequestQueue:
         return (turn, *self.key(head))
 
     def __contains__(self, request: Request) -> bool:
-        line = self._lines.get(request.tenant)
+        line = self._lines.get(request.account)
         return line is not None and line.requests.get(request.handle) is request
 
     def __len__(self) -> int:
@@ -252,7 +239,7 @@ class RequestQueue:
             assert line.order.members() == line.requests.keys(), (
                 f"tenant {tenant}: the queue and its heap have different requests"
             )
-            assert all(request.tenant == tenant for request in line.requests.values()), (
+            assert all(request.account == tenant for request in line.requests.values()), (
                 f"tenant {tenant}: a request in its queue belongs to another tenant"
             )
         for tenant in several:

@@ -177,8 +177,8 @@ class Masking:
     def _output_of(self, request: Request) -> Output:
         """Return the output of a request; that of a beam begins here, with the grammar of its leader."""
         key = request.client, request.request_id
-        if key not in self._outputs and request.leader is not None:
-            leader = self._outputs[request.leader.client, request.leader.request_id]
+        if key not in self._outputs and (leading := request.part_of) is not None:
+            leader = self._outputs[leading.client, leading.request_id]
             self.add(key, leader.grammar, leader.tenant)
         return self._outputs[key]
 

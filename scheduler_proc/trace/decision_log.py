@@ -5,6 +5,8 @@ from typing import NamedTuple
 from quire.protocol.block_hash import SHORT_HASH_BYTES
 from quire.protocol.wire.front_end_messages import Ended
 from quire.scheduler_proc.costs.choice import LoadChoice
+from quire.scheduler_proc.features.programs.program_state import JOB_ID
+from quire.scheduler_proc.features.transfers import CHOICE
 from quire.scheduler_proc.requests.request import Request
 
 NO_CHOICE = LoadChoice("")
@@ -13,7 +15,7 @@ NO_CHOICE = LoadChoice("")
 class Hit(NamedTuple):
     """An admission, first or after a preemption, with its number of tokens from the prefix cache.
 
-    ``choice``: as of Request.
+    ``choice``: as of ``CHOICE``.
     """
 
     handle: int
@@ -51,7 +53,7 @@ class DecisionLog:
 
     def admitted(self, request: Request, num_hit_tokens: int) -> None:
         known = (request.num_prompt_tokens, request.num_tokens)
-        more = request.job_id, request.choice or NO_CHOICE
+        more = JOB_ID.of(request), CHOICE.of(request) or NO_CHOICE
         self.hits.append(Hit(request.handle, request.request_id, num_hit_tokens, *known, *more))
 
     def beams_chosen(self, leader: int, parents: list[int]) -> None:

@@ -51,6 +51,10 @@ _PACKAGES = (
 _RENAMED = {
     "choice.Choice": "choice.LoadChoice",
     "holds.Hold": "holds.BlockHold",
+    "holds.BlockHold.tenant": "account",
+    "in_flight.InFlightStep.pooled": "without_tokens",
+    "request.Request.leader": "part_of",
+    "request.Request.tenant": "account",
     "releases.Line": "releases.ReleaseLine",
     "saves.Route": "saves.SaveRoute",
     "search.Choice": "search.BeamChoice",
@@ -58,6 +62,7 @@ _RENAMED = {
     "turns.Turns": "turns.AdapterTurns",
     "statistics.LoadCounts": "transfers.LoadCounts",
     "step.StepRow.forked_from": "shares_with",
+    "step.StepRow.pools": "completes",
     "step.StepRow.side_bytes": "",
     "tenants.TenantShares": "tenants.Tenants",
 }
@@ -70,6 +75,11 @@ _MOVED = {
 }
 """Fields in snapshots of an earlier Quire, with their place in today's Scheduler; those of requests are in a dict by
 handle."""
+_PARTS = {
+    *("adapter", "adapter_name", "choice", "diverges", "is_overdue", "job_id", "parent", "pooling"),
+    *("program", "row_bytes", "split_at"),
+}
+"""Fields that requests in snapshots of an earlier Quire had, and which are parts of them today (``Part``)."""
 _SHARED = {
     *("_adapters", "_beams", "_cache", "_decisions", "_drafting", "_forks", "_kv", "_programs", "_results", "_stats"),
     *("_suspects", "_tenants", "_transfers", "kv", "tenants", "_vocab_size", "_pooling"),
@@ -251,10 +261,8 @@ class _Reader:
             kind = state_name(type(made))
             fields = [_RENAMED.get(f"{kind}.{field}", field) for field in row.table.fields]
             parts = {field: value for field, value in zip(fields, values, strict=True) if field and value is not ABSENT}
-            if isinstance(made, Request):
-                of_features = {name: parts.pop(name) for name in parts.keys() - dir(Request)}
-                for name, value in of_features.items():
-                    attrgetter(_MOVED[f"request.Request.{name}"])(self._scheduler)[parts["handle"]] = value
+            if isinstance(made, Request) and "parts" not in parts:
+                self._bring_up_to_date(parts)
             for name, value in parts.items():
                 self._set(number, name, value)
             if isinstance(made, Request):
@@ -266,6 +274,13 @@ class _Reader:
             made.update(values)
         elif isinstance(made, list | deque):
             made.extend(values)
+
+    def _bring_up_to_date(self, fields: dict[str, Any]) -> None:
+        """Move what a request of an earlier Quire had for features to where it is today."""
+        fields["parts"] = {name: value for name in _PARTS if (value := fields.pop(name, None))}
+        fields["generates"] = "pooling" not in fields["parts"]
+        for name in fields.keys() - dir(Request):
+            attrgetter(_MOVED[f"request.Request.{name}"])(self._scheduler)[fields["handle"]] = fields.pop(name)
 
 
 def _rows(table: ObjectTable) -> Iterator[_Row]:

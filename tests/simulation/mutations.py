@@ -18,11 +18,10 @@ from quire.protocol.wire import channel, codec
 from quire.scheduler_proc import scheduler
 from quire.scheduler_proc.core import in_flight, planner, request_table, results, step
 from quire.scheduler_proc.features import suspects, transfers
-from quire.scheduler_proc.features.adapters import slots, turns
+from quire.scheduler_proc.features.adapters import adapter_state, slots, turns
 from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
-from quire.scheduler_proc.requests import adapter_state
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 

@@ -43,14 +43,14 @@ class FairnessCheck:
             if new.handle in running or admitted.client < 0:  # beams continue in the place of their search
                 continue
             before = step.removed if admitted in forked else ()
-            behind = [other for other in waiting if other.tenant == admitted.tenant and other.handle not in before]
+            behind = [other for other in waiting if other.account == admitted.account and other.handle not in before]
             assert all(key(admitted) < key(other) for other in behind), (
                 f"{admitted!r} was admitted before a request ahead of it"
             )
         last: dict[int, tuple[float, ...]] = {}
         for request in table.running.values():
-            last[request.tenant] = max(key(request), last.get(request.tenant, ()))
-        behind_others = [request for request in waiting if key(request) < last.get(request.tenant, ())]
+            last[request.account] = max(key(request), last.get(request.account, ()))
+        behind_others = [request for request in waiting if key(request) < last.get(request.account, ())]
         waits = {request.handle: self._overtaken.get(request.handle, 0) + 1 for request in behind_others}
         self._overtaken = waits
         self.longest = max(self.longest, *waits.values(), 0)

@@ -14,10 +14,11 @@ from quire.protocol.wire.front_end_messages import AdapterCounts, EndReason, Rej
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Handler, Refusal
+from quire.scheduler_proc.features.adapters.adapter_state import ADAPTER, ADAPTER_NAME, AdapterState
 from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
 from quire.scheduler_proc.features.adapters.turns import AdapterTurns
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
-from quire.scheduler_proc.requests.request import Adapter, Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 PLACES = ("active", "ready", "loading", "host", "absent")
 """Values of ``AdapterState.place``."""
@@ -54,13 +55,20 @@ class Adapters(Feature):
         self._table, self._clock, self._note = core.table, core.clock, core.decisions.note
         self.slots = AdapterSlots(num_slots, config.max_cpu_loras, self._clock)
         self.turns = AdapterTurns(config.max_loras, self._clock)
-        self._wanted: dict[int, Adapter] = {}
+        self._wanted: dict[int, AdapterState] = {}
         """Adapters with requests and without a slot, by number, in the order in which they lacked one."""
         self._loads: list[LoadAdapter] = []
         self.num_open = 0
         """Loads that are not answered."""
         self.num_loaded = self.num_failed = 0
         self.load_seconds = 0.0
+        if core.kv.pool.events is not None:
+            core.kv.pool.events.label = self._label
+
+    @staticmethod
+    def _label(request: Request) -> tuple[int, str] | None:
+        adapter = ADAPTER.of(request)
+        return None if adapter is None else (adapter.number, ADAPTER_NAME.of(request))
 
     def is_busy(self) -> bool:
         return self.num_open > 0
@@ -86,6 +94,12 @@ class Adapters(Feature):
                 text = f"the {what} of an adapter must have at most {most} characters (got {len(text)})"
                 raise Refusal("invalid_value", "model", text)
 
+    def check_parent(self, event: Any, parent: Request) -> None:
+        adapter = ADAPTER.of(parent)
+        if event.adapter is not None and (adapter is None or event.adapter.digest != adapter.ref.digest):
+            text = f"a forked request must have the adapter of its parent (got {event.adapter.name!r})"
+            raise Refusal("invalid_value", "model", text)
+
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
         """Give a request its adapter, or that of its parent.
 
@@ -93,20 +107,22 @@ class Adapters(Feature):
         after this one.
         """
         if parent is not None:
-            request.adapter, request.adapter_name = parent.adapter, parent.adapter_name
+            ADAPTER.put(request, ADAPTER.of(parent))
+            ADAPTER_NAME.put(request, ADAPTER_NAME.of(parent))
         elif event.adapter is not None:
-            request.adapter, request.adapter_name = self.slots.find(event.adapter), event.adapter.name
+            ADAPTER.put(request, self.slots.find(event.adapter))
+            ADAPTER_NAME.put(request, event.adapter.name)
 
     def hashing(self, event: Any, chain: Callable[..., HashChain]) -> Callable[..., HashChain]:
         return chain if event.adapter is None else partial(chain, adapter=event.adapter.digest.hex())
 
     def added(self, request: Request) -> None:
-        if request.adapter is not None:
-            request.adapter.num_requests += 1
+        if (adapter := ADAPTER.of(request)) is not None:
+            adapter.num_requests += 1
 
     def arrived(self, request: Request, event: Any) -> None:
         """Want the adapter of a request that was accepted."""
-        adapter = request.adapter
+        adapter = ADAPTER.of(request)
         if adapter is None:
             return
         if adapter.num_requests == 1:
@@ -117,7 +133,7 @@ class Adapters(Feature):
     def obstacle(self, request: Request) -> WaitReason | None:
         """Hold a waiting request whose adapter is in no slot. It can be in the queue, because the slot may be lost
         while it waits there for a row or blocks."""
-        adapter = request.adapter
+        adapter = ADAPTER.of(request)
         if adapter is None or adapter.is_ready:
             return None
         self._table.hold(request, WaitReason.ADAPTER)
@@ -126,11 +142,16 @@ class Adapters(Feature):
         return WaitReason.ADAPTER
 
     def version(self, request: Request) -> object:
-        return request.adapter is None or request.adapter.is_ready
+        adapter = ADAPTER.of(request)
+        return adapter is None or adapter.is_ready
+
+    def can_run(self, request: Request) -> bool:
+        adapter = ADAPTER.of(request)
+        return adapter is None or adapter.is_active
 
     def may_run(self, request: Request) -> bool:
         """Whether the step may compute a request that was just admitted. Otherwise its adapter waits for a turn."""
-        adapter = request.adapter
+        adapter = ADAPTER.of(request)
         if adapter is None or adapter.is_active or self.turns.take(adapter):
             return True
         self.turns.wait(adapter, request)
@@ -138,27 +159,29 @@ class Adapters(Feature):
         return False
 
     def building(self, request: Request, data: NewRequestData) -> NewRequestData:
-        return data if request.adapter is None else msgspec.structs.replace(data, adapter=request.adapter.number)
+        adapter = ADAPTER.of(request)
+        return data if adapter is None else msgspec.structs.replace(data, adapter=adapter.number)
 
     def describe(self, request: Request) -> dict[str, Any]:
-        return {"adapter": request.adapter_name}
+        return {"adapter": ADAPTER_NAME.of(request)}
 
     def started(self, request: Request) -> None:
-        if request.adapter is not None:
-            request.adapter.running[request.handle] = request
+        if (adapter := ADAPTER.of(request)) is not None:
+            adapter.running[request.handle] = request
 
     def stopped(self, request: Request) -> None:
-        if request.adapter is not None:
-            del request.adapter.running[request.handle]
-            request.adapter.last_step = self._clock.sent
+        if (adapter := ADAPTER.of(request)) is not None:
+            del adapter.running[request.handle]
+            adapter.last_step = self._clock.sent
 
     def stop_waiting(self, request: Request) -> None:
-        if request.wait_reason is WaitReason.ADAPTER and request.adapter is not None:
-            del request.adapter.held[request.handle]
+        adapter = ADAPTER.of(request)
+        if request.wait_reason is WaitReason.ADAPTER and adapter is not None:
+            del adapter.held[request.handle]
             self._table.release(request)
 
     def ended(self, request: Request) -> None:
-        adapter = request.adapter
+        adapter = ADAPTER.of(request)
         if adapter is None:
             return
         adapter.num_requests -= 1
@@ -168,7 +191,8 @@ class Adapters(Feature):
             self.slots.forget_unused(adapter)
 
     def _decide(self, kind: str, request: Request, reason: WaitReason) -> None:
-        detail = "" if request.adapter is None else request.adapter.ref.name
+        adapter = ADAPTER.of(request)
+        detail = "" if adapter is None else adapter.ref.name
         self._note(Decision(self._clock.sent + 1, kind, request.request_id, reason, detail=detail))
 
     # ---- steps
@@ -212,7 +236,7 @@ class Adapters(Feature):
             if before is not None and before.num_requests:
                 self._wanted[before.number] = before
 
-    def _next_load(self, is_stuck: bool) -> tuple[Adapter, int] | None:
+    def _next_load(self, is_stuck: bool) -> tuple[AdapterState, int] | None:
         """Return the wanted adapter that has lacked a slot longest, of those for which there is one, and that slot."""
         for_running = self.slots.slot_for(0 if is_stuck else ADAPTER_SLICE)
         if for_running is None:
@@ -249,12 +273,12 @@ class Adapters(Feature):
         for request in list(adapter.held.values()):
             self.stop_waiting(request)
 
-    def _failed(self, adapter: Adapter, problem: str) -> None:
+    def _failed(self, adapter: AdapterState, problem: str) -> None:
         self.num_failed += 1
         self.slots.drop(adapter)
         if adapter.num_requests:
             self._wanted[adapter.number] = adapter
-        for request in [r for r in self._table.requests.values() if r.adapter is adapter and r.client >= 0]:
+        for request in [r for r in self._table.requests.values() if ADAPTER.of(r) is adapter and r.client >= 0]:
             if request.num_output_tokens or request.status is not RequestStatus.WAITING:
                 self._core.finish(request, EndReason.ERROR, detail=f"adapter_not_loaded: {problem}")
             else:
@@ -268,7 +292,8 @@ class Adapters(Feature):
         adapter = self.slots.known.get(event.digest)
         if adapter is None:
             return True
-        named = [r for r in self._table.requests.values() if r.adapter is adapter and r.adapter_name == event.name]
+        live = self._table.requests.values()
+        named = [r for r in live if ADAPTER.of(r) is adapter and ADAPTER_NAME.of(r) == event.name]
         if event.force:
             for request in named:
                 self._core.finish(request, EndReason.ABORTED)
@@ -276,7 +301,7 @@ class Adapters(Feature):
             return False
         return adapter.num_requests > 0 or event.digest not in self.slots.known or self._give_up(adapter)
 
-    def _give_up(self, adapter: Adapter) -> bool:
+    def _give_up(self, adapter: AdapterState) -> bool:
         """Give up the places of an adapter without requests. Returns whether it has none now."""
         is_used = adapter.is_loading or adapter.last_step > self._clock.acknowledged
         if not is_used:
@@ -317,9 +342,9 @@ class Adapters(Feature):
     def check(self) -> None:
         self.slots.check()
         self.turns.check()
-        numbers: Counter[Adapter] = Counter()
+        numbers: Counter[AdapterState] = Counter()
         for request in self._table.requests.values():
-            adapter = request.adapter
+            adapter = ADAPTER.of(request)
             if adapter is None:
                 continue
             assert self.slots.known.get(adapter.ref.digest) is adapter, f"{adapter!r} has requests and was forgotten"
@@ -334,9 +359,9 @@ class Adapters(Feature):
             assert is_wanted == (adapter.slot < 0 and adapter.num_requests > 0), f"{adapter!r}: wanted {is_wanted}"
             has_place = adapter.is_in_use or adapter.number in self.turns.waiting
             assert has_place or not adapter.running, f"{adapter!r} waits for no turn"
-            running = [request for request in self._table.running.values() if request.adapter is adapter]
+            running = [request for request in self._table.running.values() if ADAPTER.of(request) is adapter]
             assert list(adapter.running.values()) == running, f"{adapter!r}: wrong running requests"
         for request in [each for step in self._core.in_flight.records for each in step.requests().values()]:
-            adapter = request.adapter
+            adapter = ADAPTER.of(request)
             assert adapter is None or adapter.is_ready, f"{request!r} is in flight, and {adapter!r} is not loaded"
         assert self.num_open == sum(each is not None and each.is_loading for each in self.slots.slots)

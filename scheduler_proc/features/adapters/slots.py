@@ -1,8 +1,7 @@
 """Places of adapters: the slots of the device and the copies in host memory, and which one is given up for another."""
 
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef, LoadAdapter
-from quire.scheduler_proc.requests.adapter_state import AdapterState
-from quire.scheduler_proc.requests.request import Adapter
+from quire.scheduler_proc.features.adapters.adapter_state import AdapterState
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 ADAPTER_SLICE = 16
@@ -26,17 +25,17 @@ class AdapterSlots:
     """
 
     def __init__(self, num_slots: int, max_copies: int, clock: StepClock) -> None:
-        self.slots: list[Adapter | None] = [None] * num_slots
-        self.known: dict[bytes, Adapter] = {}
+        self.slots: list[AdapterState | None] = [None] * num_slots
+        self.known: dict[bytes, AdapterState] = {}
         self.last_number = self.num_evicted = 0
         self._max_copies = max_copies
         self._clock = clock
-        self._copies: dict[int, Adapter] = {}
+        self._copies: dict[int, AdapterState] = {}
         """Adapters with a copy in host memory, by number."""
         self.dropped: list[int] = []
         """Numbers of adapters whose copies the next load drops; they are not in ``known`` any more, or failed."""
 
-    def find(self, ref: AdapterRef) -> Adapter:
+    def find(self, ref: AdapterRef) -> AdapterState:
         """Return the adapter with this digest, with the name and folder of ``ref``; a new one if it is not known."""
         adapter = self.known.get(ref.digest)
         if adapter is None:
@@ -59,7 +58,7 @@ class AdapterSlots:
         candidates = [held for held in self.slots if held is not None and self.can_give_up(held, idle_steps)]
         return min(candidates, key=_by_demand_and_use).slot if candidates else None
 
-    def can_give_up(self, held: Adapter, idle_steps: int | None) -> bool:
+    def can_give_up(self, held: AdapterState, idle_steps: int | None) -> bool:
         """Whether an adapter can lose its slot to another one.
 
         With requests it keeps the slot for the steps of a whole turn.
@@ -74,7 +73,7 @@ class AdapterSlots:
             return True
         return not held.running and idle_steps is not None and self._clock.sent - held.last_step >= idle_steps
 
-    def load(self, adapter: Adapter, slot: int) -> LoadAdapter:
+    def load(self, adapter: AdapterState, slot: int) -> LoadAdapter:
         """Give ``slot`` to an adapter. Returns the message to the workers."""
         if (before := self.slots[slot]) is not None:
             before.slot = -1
@@ -94,12 +93,12 @@ class AdapterSlots:
             victim = min((each for each in self._copies.values() if each.slot < 0), key=_by_demand_and_use)
             self.drop(victim)
 
-    def loading(self, answer: AdapterLoaded) -> Adapter | None:
+    def loading(self, answer: AdapterLoaded) -> AdapterState | None:
         """Return the adapter whose load ``answer`` ends, or None."""
         held = self.slots[answer.slot] if 0 <= answer.slot < len(self.slots) else None
         return held if held is not None and held.is_loading and held.number == answer.number else None
 
-    def drop(self, adapter: Adapter) -> None:
+    def drop(self, adapter: AdapterState) -> None:
         """Give up slot and copy of an adapter that no step uses."""
         if adapter.slot >= 0:
             self.slots[adapter.slot] = None
@@ -110,7 +109,7 @@ class AdapterSlots:
             self.dropped.append(adapter.number)
         self.forget_unused(adapter)
 
-    def forget_unused(self, adapter: Adapter) -> None:
+    def forget_unused(self, adapter: AdapterState) -> None:
         """Forget an adapter that has neither a place nor a request."""
         if not adapter.num_requests and adapter.slot < 0 and not adapter.is_cached:
             self.known.pop(adapter.ref.digest, None)
@@ -135,6 +134,6 @@ class AdapterSlots:
         assert not set(self.dropped) & self._copies.keys(), "an adapter in use is dropped"
 
 
-def _by_demand_and_use(adapter: Adapter) -> tuple[bool, int, int]:
+def _by_demand_and_use(adapter: AdapterState) -> tuple[bool, int, int]:
     """Order of eviction: first those without requests, then by last use."""
     return adapter.num_requests > 0, adapter.last_step, adapter.number

@@ -1,7 +1,8 @@
 """Turns: of which adapters the next step computes requests, when more of them have running requests than it may use."""
 
+from quire.scheduler_proc.features.adapters.adapter_state import AdapterState
 from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE
-from quire.scheduler_proc.requests.request import Adapter, Request
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 
@@ -19,12 +20,12 @@ class AdapterTurns:
     """
 
     def __init__(self, max_active: int, clock: StepClock) -> None:
-        self.active: dict[int, Adapter] = {}
-        self.waiting: dict[int, Adapter] = {}
+        self.active: dict[int, AdapterState] = {}
+        self.waiting: dict[int, AdapterState] = {}
         self._max_active = max_active
         self._clock = clock
 
-    def take(self, adapter: Adapter) -> bool:
+    def take(self, adapter: AdapterState) -> bool:
         """Begin a turn in the step that is being planned, if there is room and the adapter is ready."""
         if len(self.active) >= self._max_active or not adapter.is_ready:
             return False
@@ -33,16 +34,16 @@ class AdapterTurns:
         adapter.is_active, adapter.turn_began = True, self._clock.sent + 1
         return True
 
-    def wait(self, adapter: Adapter, request: Request) -> None:
+    def wait(self, adapter: AdapterState, request: Request) -> None:
         """Let an adapter wait for a turn, since ``request`` of it was admitted."""
         self.waiting.setdefault(adapter.number, adapter)
         adapter.awaits_first_token |= _awaits_first_token(request)
 
-    def next_step(self) -> list[Adapter]:
+    def next_step(self) -> list[AdapterState]:
         """End and begin turns before a step is planned. Returns the adapters whose turn ended with running requests."""
         for adapter in [each for each in self.active.values() if not each.running]:
             self._end(adapter)
-        ended: list[Adapter] = []
+        ended: list[AdapterState] = []
         if not self.waiting:
             return ended
         for adapter in [each for each in self.waiting.values() if not each.running]:
@@ -62,13 +63,13 @@ class AdapterTurns:
             self.take(adapter)
         return ended
 
-    def pause(self, adapter: Adapter) -> None:
+    def pause(self, adapter: AdapterState) -> None:
         """End a turn of an adapter with running requests, which waits for the next one."""
         self._end(adapter)
         self.waiting[adapter.number] = adapter
         adapter.awaits_first_token = any(_awaits_first_token(request) for request in adapter.running.values())
 
-    def _end(self, adapter: Adapter) -> None:
+    def _end(self, adapter: AdapterState) -> None:
         del self.active[adapter.number]
         adapter.is_active = False
         num_steps = self._clock.sent + 1 - adapter.turn_began
@@ -77,7 +78,7 @@ class AdapterTurns:
         if adapter.running:
             adapter.last_step = self._clock.sent
 
-    def forget(self, adapter: Adapter) -> None:
+    def forget(self, adapter: AdapterState) -> None:
         """Forget the turns of an adapter that had no request, so that what it did before it was idle has no effect."""
         if adapter.is_active:
             self._end(adapter)

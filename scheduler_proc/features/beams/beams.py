@@ -93,10 +93,15 @@ class Beams(Feature):
             text = f"beam_width must be from 1 to {most}, the engine's max_num_seqs (got {width})"
             raise Refusal("invalid_value", "beam_width", text)
 
+    def check_parent(self, event: Any, parent: Request) -> None:
+        if event.sampling.use_beam_search or parent.part_of is not None:
+            text = "use_beam_search cannot be combined with a fork, neither of this request nor of the one to fork"
+            raise Refusal("unsupported_value", "use_beam_search", text)
+
     def arrived(self, request: Request, event: Any) -> None:
         """Begin the search of a request that has just arrived, if it asks for one."""
         if request.sampling.use_beam_search:
-            request.leader = request
+            request.part_of = request
             most = request.max_total_tokens - request.num_prompt_tokens
             search = BeamSearch(request.sampling, request.stop_tokens, most)
             self._groups[request.handle] = BeamGroup(request, search, [request])
@@ -104,26 +109,25 @@ class Beams(Feature):
 
     def _has_answer(self, request: Request) -> bool:
         """Whether a request of a search has computed its part: the prompt, or its token of the current step."""
-        if request.leader is None:
+        leader = request.part_of
+        if leader is None:
             return False
-        group = self._groups[request.leader.handle]
+        group = self._groups[leader.handle]
         return request not in group.beams if request is group.leader else request.handle in group.answered
 
     def may_hold(self, request: Request) -> bool:
         """A request that waits for its search has nothing left to compute before that goes on."""
         return not self._has_answer(request)
 
-    def client_request(self, request: Request) -> Request:
-        return request.leader or request
-
     # ---- results
 
     def takes(self, request: Request, sampled: Sampled, position: int, endings: Endings) -> bool:
         """Record the result of a beam, and continue its search if all beams have one now."""
-        if request.leader is None:
+        leader = request.part_of
+        if leader is None:
             return False
         self._core.stats.generation_tokens += 1
-        group = self._groups[request.leader.handle]
+        group = self._groups[leader.handle]
         group.answered[request.handle] = sampled.candidates(position)
         request.max_total_tokens = request.num_tokens  # it needs no more steps
         if group.is_complete:
@@ -180,17 +184,16 @@ class Beams(Feature):
             max_total_tokens=length + 2,
             priority=leader.priority,
             arrival=leader.arrival,
-            tenant=leader.tenant,
-            adapter=leader.adapter,
         )
-        beam.introduced, beam.num_cached_tokens, beam.turn = True, 0, leader.turn
-        beam.leader, beam.parent, beam.diverges = leader, parent, True
-        beam.is_overdue = True  # as a part of a search that runs, which no program limit may stop
+        beam.introduced, beam.num_cached_tokens = True, 0
+        beam.part_of = leader
+        for feature in self._core.calls.prepare:
+            feature.prepare(beam, None, leader)
         self._table.add(beam, number=leader.number)
         if self._core.hooks is not NO_HOOKS:
             beam.tokens.follow(partial(self._core.hooks.block_filled, beam.handle))
         beam.tokens.append(token)
-        self._forks.hold(beam)
+        self._forks.hold_derived(beam, parent)
         return beam
 
     def begin_plan(self, plan: StepPlan) -> None:
@@ -246,7 +249,7 @@ class Beams(Feature):
     def check(self) -> None:
         """Raise AssertionError unless exactly the beams of searches have a leader, and all have the same length."""
         beams = [beam for group in self._groups.values() for beam in {*group.beams, group.leader}]
-        led = [request for request in self._table.requests.values() if request.leader is not None]
+        led = [request for request in self._table.requests.values() if request.part_of is not None]
         assert set(beams) == set(led) and len(beams) == len(led), "a beam belongs to no search"
         for group in self._groups.values():
             assert group.answered.keys() <= {beam.handle for beam in group.beams}, "a beam that ended has a result"

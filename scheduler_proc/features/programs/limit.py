@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.features.programs.program_state import IS_OVERDUE, PROGRAM, ProgramState
 from quire.scheduler_proc.features.programs.tools import PauseCounts
 from quire.scheduler_proc.requests.reasons import Decision
-from quire.scheduler_proc.requests.request import Program, Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request, RequestStatus
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 ADMIT_SHARE = 0.8
@@ -102,10 +103,10 @@ class ProgramLimit:
         self._max_programs = config.max_programs
         self._rows, self._budget = config.max_num_seqs, config.step_tokens
         self._clock, self._note = clock, note
-        self._admitted: dict[int, Program] = {}
+        self._admitted: dict[int, ProgramState] = {}
         self._sizes: dict[int, int] = {}
         self._candidates: list[int] = []
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, ProgramState] = {}
         """Candidates by number."""
         self._first_turns: dict[int, tuple[float, Request]] = {}
         self._turns: dict[int, tuple[float, Request]] = {}
@@ -139,15 +140,14 @@ class ProgramLimit:
 
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave, because admitted programs need their contents."""
-        program = request.program
-        if request.is_overdue or (program is not None and program.is_admitted) or not self._admitted:
+        if IS_OVERDUE.of(request) or is_admitted(request) or not self._admitted:
             return 0
         num_others = 0
         for handle, other in list(self._others.items()):
-            if other.status is not RequestStatus.RUNNING or (other.program is not None and other.program.is_admitted):
+            if other.status is not RequestStatus.RUNNING or is_admitted(other):
                 del self._others[handle]
             else:
-                num_others += other.tenant == request.tenant
+                num_others += other.account == request.account
         return sum(self._cache.pins.values()) if num_others >= self.max_others else 0
 
     def job_id(self, number: int) -> str:
@@ -158,12 +158,12 @@ class ProgramLimit:
 
     def waits(self, request: Request, now: float) -> None:
         """Note that a request was accepted."""
-        program, self._now = request.program, now
+        program, self._now = PROGRAM.of(request), now
         is_later = program is not None and program.num_turns > 0
         (self._turns if is_later else self._first_turns)[request.handle] = now, request
         self._new[request.handle] = now, program.num_tokens if program is not None and is_later else 0
 
-    def arrived(self, program: Program, pause: float) -> None:
+    def arrived(self, program: ProgramState, pause: float) -> None:
         """Consider the program of a request that was accepted. ``pause``: since its last turn; negative without one."""
         if pause >= 0:
             self._pauses.add(pause, was_late=False)
@@ -180,8 +180,7 @@ class ProgramLimit:
             self.wait += WAIT_SHARE * (self._now - new[0] - self.wait)
             self._num_missed += max(min(new[1], request.num_tokens) - num_hit_tokens, 0)
         self._adapt()
-        is_beam = request.leader is not None and request.leader is not request  # its ending is not reported
-        if not is_beam and (request.program is None or not request.program.is_admitted):
+        if request.client >= 0 and not is_admitted(request):  # the ending of others is not reported
             self._others[request.handle] = request
 
     def _adapt(self) -> None:
@@ -202,7 +201,7 @@ class ProgramLimit:
         for line in (self._first_turns, self._turns, self._others):
             line.pop(request.handle, None)
 
-    def ended(self, program: Program) -> None:
+    def ended(self, program: ProgramState) -> None:
         """Note that a request has ended, which is not among the live ones of its program any more."""
         self._rerank(program)  # what was its first turn is one of several now
         if program.is_paused:
@@ -217,7 +216,7 @@ class ProgramLimit:
         """Find turns that have waited, and programs that have paused, for too long."""
         self._now = now
         while len(self._waiting) and (overdue := self._overdue(now)) is not None:
-            overdue.is_overdue = True
+            IS_OVERDUE.put(overdue, True)
             self._waiting.rerank(overdue)
         if len(self._waiting) and now - self._idle_checked >= IDLE_CHECK_S:
             self._idle_checked = now
@@ -235,7 +234,7 @@ class ProgramLimit:
 
     # ---- admitted programs
 
-    def release(self, program: Program, reason: str) -> None:
+    def release(self, program: ProgramState, reason: str) -> None:
         """Let the contents of a program be evicted like others, if it is admitted."""
         if self._admitted.pop(program.number, None) is None:
             return
@@ -267,11 +266,11 @@ class ProgramLimit:
                 self._rerank(program)
                 self._decided(program, "admitted")
 
-    def _decided(self, program: Program, reason: str) -> None:
+    def _decided(self, program: ProgramState, reason: str) -> None:
         detail = f"{self.size} of {self._num_blocks} blocks are for {self.num_admitted} programs"
         self._note(Decision(self._clock.sent + 1, "program", program.last_request[1], reason, detail=detail))
 
-    def _size(self, program: Program) -> int:
+    def _size(self, program: ProgramState) -> int:
         """Return the blocks of the contexts of a program; parallel turns have one each.
 
         Outputs count from the end of their turn: which of them are known while a result is applied depends on details.
@@ -279,16 +278,16 @@ class ProgramLimit:
         tokens = max(sum(request.num_prompt_tokens for request in program.live.values()), program.num_tokens)
         return self._cache.num_blocks_for(int(GROWTH * tokens))
 
-    def _resize(self, program: Program) -> None:
+    def _resize(self, program: ProgramState) -> None:
         size = max(self._size(program), self._cache.pins.get(program.number, 0))
         self.size += size - self._sizes[program.number]
         self._sizes[program.number] = size
 
-    def _remove_candidate(self, program: Program) -> None:
+    def _remove_candidate(self, program: ProgramState) -> None:
         if self._programs.pop(program.number, None) is not None:
             del self._candidates[bisect_left(self._candidates, program.number)]
 
-    def _rerank(self, program: Program) -> None:
+    def _rerank(self, program: ProgramState) -> None:
         for request in program.live.values():
             if request in self._waiting:
                 self._waiting.rerank(request)
@@ -304,6 +303,12 @@ class ProgramLimit:
         expected = [request for _, request in (*self._first_turns.values(), *self._turns.values())]
         for request in (*expected, *self._others.values()):
             assert not request.status.is_finished, f"{request!r} has ended, and is not forgotten"
+
+
+def is_admitted(request: Request) -> bool:
+    """Whether a request is a turn of a program that is admitted."""
+    program = PROGRAM.of(request)
+    return program is not None and program.is_admitted
 
 
 def _pop_waiting(line: dict[int, tuple[float, Request]], until: float, waiting: Queue) -> Request | None:

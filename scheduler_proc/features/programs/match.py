@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from quire.scheduler_proc.requests.request import Program
+from quire.scheduler_proc.features.programs.program_state import ProgramState
 
 NEAR_TOKENS = 64
 """Tokens at the end of a first prompt that the next turn may have changed: a chat template may drop the thinking
@@ -26,7 +26,7 @@ class _Anchor(NamedTuple):
 
     depth: int
     num_programs: int
-    programs: tuple[Program, ...]
+    programs: tuple[ProgramState, ...]
 
 
 class _Trail:
@@ -59,11 +59,11 @@ class Matcher:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._anchors: dict[bytes, _Anchor] = {}
-        self._trails: dict[Program, _Trail] = {}
+        self._trails: dict[ProgramState, _Trail] = {}
 
     def find(
         self, tenant: int, hashes: Sequence[bytes], num_tokens: int, *, contains_first: bool = False
-    ) -> Program | None:
+    ) -> ProgramState | None:
         """Return the program that a prompt continues, or None: it begins one.
 
         Args:
@@ -89,11 +89,11 @@ class Matcher:
             fit = [each for each in fit if depth in self._trails[each].newest]
         return fit[0] if len(fit) == 1 else None
 
-    def _contains_first(self, program: Program, depth: int, num_tokens: int) -> bool:
+    def _contains_first(self, program: ProgramState, depth: int, num_tokens: int) -> bool:
         trail = self._trails[program]
         return depth >= trail.num_first_blocks and num_tokens > trail.num_first_tokens
 
-    def _continues(self, program: Program, depth: int, num_tokens: int, *, is_only: bool) -> bool:
+    def _continues(self, program: ProgramState, depth: int, num_tokens: int, *, is_only: bool) -> bool:
         """Whether a prompt that has ``depth`` blocks in common with a program, and maybe only it, is its next turn."""
         trail, size = self._trails[program], self._block_size
         if depth > trail.num_first_blocks:  # an answer, or what followed it
@@ -109,7 +109,7 @@ class Matcher:
         is_long = depth * size >= COMPACTED_TOKENS and growth >= 2 * COMPACTED_TOKENS
         return is_only and is_long and program.num_turns > 1
 
-    def arrived(self, program: Program, hashes: Sequence[bytes], num_tokens: int) -> None:
+    def arrived(self, program: ProgramState, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Note a turn of a program, which is new or was found here."""
         num_blocks = len(hashes)
         trail = self._trails.get(program)
@@ -125,12 +125,12 @@ class Matcher:
         # The last end before this turn stays: the client may change its last message, or send two turns at once.
         self._move(program, trail, hashes, {num_blocks, num_blocks - 4, max(common, default=0)})
 
-    def ended(self, program: Program, hashes: Sequence[bytes]) -> None:
+    def ended(self, program: ProgramState, hashes: Sequence[bytes]) -> None:
         """Note the context of a turn, prompt and output, at its end."""
         if (trail := self._trails.get(program)) is not None:
             self._move(program, trail, hashes, {len(hashes)})
 
-    def _move(self, program: Program, trail: _Trail, hashes: Sequence[bytes], ends: set[int]) -> None:
+    def _move(self, program: ProgramState, trail: _Trail, hashes: Sequence[bytes], ends: set[int]) -> None:
         """Add the anchors of a turn that are missing."""
         beyond = {end for end in ends if end > trail.num_first_blocks}
         for depth in sorted({*self._grid(len(hashes)), *beyond}):
@@ -138,7 +138,7 @@ class Matcher:
                 self._add(name, depth, program, trail.moving)
         trail.newest = (*trail.newest, len(hashes))
 
-    def forget(self, program: Program) -> None:
+    def forget(self, program: ProgramState) -> None:
         """Forget a program, if it is known here."""
         trail = self._trails.pop(program, None)
         if trail is not None:
@@ -154,7 +154,7 @@ class Matcher:
             yield depth
             depth *= 2
 
-    def _add(self, name: bytes, depth: int, program: Program, names: list[bytes]) -> None:
+    def _add(self, name: bytes, depth: int, program: ProgramState, names: list[bytes]) -> None:
         names.append(name)
         known = self._anchors.get(name)
         if known is None:
@@ -163,7 +163,7 @@ class Matcher:
         programs = (*known.programs, program) if known.programs and known.num_programs < MAX_OWNERS else ()
         self._anchors[name] = _Anchor(depth, known.num_programs + 1, programs)
 
-    def _drop(self, names: list[bytes], program: Program) -> None:
+    def _drop(self, names: list[bytes], program: ProgramState) -> None:
         for name in names:
             depth, number, programs = self._anchors[name]
             if number == 1:

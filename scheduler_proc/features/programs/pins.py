@@ -13,10 +13,11 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.scheduler_proc.costs.costs import Costs, Prefill
 from quire.scheduler_proc.features.programs.demand import Demand
+from quire.scheduler_proc.features.programs.program_state import PROGRAM, ProgramState
 from quire.scheduler_proc.features.programs.tools import MAX_TOOLS, KeepChoice, PauseEstimator, ToolPauses
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import Decision
-from quire.scheduler_proc.requests.request import Program, Request
+from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 log = event_logger("scheduler")
@@ -135,7 +136,7 @@ class Pins:
 
     def turn_ends(self, request: Request, reason: EndReason) -> int:
         """Note that a request ends. Returns the number of the pin with which its blocks are to be freed, or 0."""
-        program = request.program
+        program = PROGRAM.of(request)
         if not self.is_enabled or program is None or program.has_ended or reason not in _NORMAL_ENDS:
             return 0
         before = self.pauses.pop(program.number, None)
@@ -150,7 +151,7 @@ class Pins:
         self._num_pinned += pause.is_pinned
         return number if pause.is_pinned else 0
 
-    def turn_ended(self, program: Program) -> None:
+    def turn_ended(self, program: ProgramState) -> None:
         """Note that a request has ended, and its blocks are free."""
         pause = self.pauses.get(program.number)
         if pause is None or not pause.is_pinned:
@@ -164,7 +165,7 @@ class Pins:
             if pause.is_back:
                 del self.pauses[pause.number]
 
-    def tool_called(self, program: Program) -> None:
+    def tool_called(self, program: ProgramState) -> None:
         """Choose again, now that the tool is known which the last answer calls."""
         pause = self.pauses.get(program.number)
         if pause is None or pause.is_late or pause.is_back:
@@ -174,7 +175,7 @@ class Pins:
         if pause.until <= self.now:
             self._expire(pause)
 
-    def returned(self, program: Program) -> None:
+    def returned(self, program: ProgramState) -> None:
         """Note that the next turn of a program has arrived."""
         pause = self.pauses.get(program.number)
         if pause is None or pause.is_back:
@@ -187,13 +188,13 @@ class Pins:
         if not pause.is_pinned:
             del self.pauses[pause.number]
 
-    def admitted(self, program: Program) -> None:
+    def admitted(self, program: ProgramState) -> None:
         """End the pin of a program whose next turn is admitted: it holds what it found."""
         pause = self.pauses.get(program.number)
         if pause is not None and pause.is_back:
             self._unpin(pause, "return")
 
-    def forget(self, program: Program) -> None:
+    def forget(self, program: ProgramState) -> None:
         """End the pin of a program that is forgotten."""
         pause = self.pauses.pop(program.number, None)
         if pause is not None and pause.is_pinned:

@@ -18,14 +18,16 @@ from quire.protocol.wire.front_end_messages import (
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Handler, Refusal, Reserve
 from quire.scheduler_proc.costs.costs import Costs
-from quire.scheduler_proc.features.programs.limit import ProgramLimit
+from quire.scheduler_proc.features.programs.limit import ProgramLimit, is_admitted
 from quire.scheduler_proc.features.programs.match import Matcher
 from quire.scheduler_proc.features.programs.pins import Pins
+from quire.scheduler_proc.features.programs.program_state import IS_OVERDUE, JOB_ID, PROGRAM, ProgramState
 from quire.scheduler_proc.requests.events import Clock
-from quire.scheduler_proc.requests.program_state import ProgramState
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
-from quire.scheduler_proc.requests.request import Program, Request
+from quire.scheduler_proc.requests.request import Request
 
+_OVERDUE, _ADMITTED, _NEW, _OTHER = range(4)
+"""Ranks in the queue under the policy ``program``."""
 MAX_PROGRAMS = 4096
 """Programs that are remembered. Beyond, the least recently seen program without a request is forgotten."""
 
@@ -54,14 +56,35 @@ class Programs(Feature):
         if config.scheduling_policy == "program":
             self.limit = ProgramLimit(kv, core.table.waiting, kv.pool.num_usable_blocks, config, core.clock, note)
         self.is_enabled = config.uses_programs
+        if config.scheduling_policy in ("program", "continuum"):
+            core.table.waiting.rank = self._rank
         self.now = 0.0
         self._later_tokens = 0, 0
         """Prompt tokens of all turns but first ones, and hits among them."""
-        self.known: dict[tuple[int, str | int], Program] = {}
-        self._paused: dict[Program, None] = {}
+        self.known: dict[tuple[int, str | int], ProgramState] = {}
+        self._paused: dict[ProgramState, None] = {}
         """Programs without a request, the least recently seen first."""
         self.found = Counter({**dict.fromkeys(HINTS, 0), "prefix": 0, "new": 0, "none": 0})
         self._matcher = Matcher(config.block_size)
+
+    def _rank(self, request: Request) -> tuple[float, ...]:
+        """Return the sort key of a request in the queue.
+
+        Under ``continuum``: by the first arrival of its program. Under ``program``: overdue requests by arrival, then
+        turns of admitted programs and then first turns, both by the first arrival of their program, then other turns,
+        the shortest prompt first, because the cache has lost it.
+        """
+        program = PROGRAM.of(request)
+        first = request.number if program is None else program.number or request.number
+        if self.limit is None:
+            return first, request.number
+        if IS_OVERDUE.of(request):
+            return _OVERDUE, request.number
+        if program is not None and program.is_admitted:
+            return _ADMITTED, first, request.number
+        if program is None or not program.num_turns:
+            return _NEW, first, request.number
+        return _OTHER, request.num_prompt_tokens, request.number
 
     def consumes(self) -> Mapping[type, Handler]:
         return {Clock: self._clock, CallsTool: self._calls_tool}
@@ -82,20 +105,22 @@ class Programs(Feature):
 
     def prepare(self, request: Request, event: Any, parent: Request | None) -> None:
         """Find the program of a request. A new program is forgotten unless ``arrived`` follows."""
-        if request.pooling is not None:  # a vector is no turn of a conversation
+        if event is None:  # a part of a search that runs, which no program limit may stop
+            IS_OVERDUE.put(request, self.limit is not None)
             return
-        request.job_id = event.job_id
+        if not request.generates:  # a vector is no turn of a conversation
+            return
+        JOB_ID.put(request, event.job_id)
         if parent is not None:
-            request.program = parent.program
+            PROGRAM.put(request, PROGRAM.of(parent))
         else:
-            tokens = request.tokens
-            request.program = self.find(
-                event.tenant, event.job_id, tokens.block_hashes, len(tokens), resubmitted=event.resubmitted
-            )
+            hashes, num_tokens = request.tokens.block_hashes, len(request.tokens)
+            found = self.find(event.tenant, event.job_id, hashes, num_tokens, resubmitted=event.resubmitted)
+            PROGRAM.put(request, found)
 
     def find(
         self, tenant: int, job_id: str, hashes: Sequence[bytes] = (), num_tokens: int = 0, *, resubmitted: bool = False
-    ) -> Program | None:
+    ) -> ProgramState | None:
         """Return the program of an arrival, or None without one.
 
         An unknown job is the program that the request continues if no turn of that has named a job: the first response
@@ -123,7 +148,7 @@ class Programs(Feature):
 
     def arrived(self, request: Request, event: Any) -> None:
         """Add an accepted request to its program. The job id of one found by its prefix becomes that of the event."""
-        program, job_id = request.program, event.job_id
+        program, job_id = PROGRAM.of(request), event.job_id
         if self.limit is not None:
             self.limit.waits(request, self.now)
         if program is None:
@@ -165,7 +190,7 @@ class Programs(Feature):
     def admitted(self, request: Request, num_hit_tokens: int, *, is_first: bool) -> None:
         if self.limit is not None:
             self.limit.admitted(request, num_hit_tokens)
-        if (program := request.program) is not None:
+        if (program := PROGRAM.of(request)) is not None:
             if program.num_turns and is_first:  # otherwise it was preempted
                 prompt, hits = self._later_tokens
                 self._later_tokens = prompt + request.num_tokens, hits + num_hit_tokens
@@ -173,14 +198,14 @@ class Programs(Feature):
 
     def refused(self, request: Request) -> None:
         """Continue the job of a request that is rejected: the client may send it again."""
-        program = request.program
+        program = PROGRAM.of(request)
         if program is not None and program.last_request == (request.client, request.request_id):
             program.has_ended = False
 
     def ending(self, request: Request) -> None:
         if self.limit is not None:
             self.limit.forget(request)
-        program = request.program
+        program = PROGRAM.of(request)
         if program is None or program.live.pop(request.handle, None) is None:
             return
         program.num_turns += 1
@@ -195,7 +220,7 @@ class Programs(Feature):
             self.limit.ended(program)
 
     def keeps_as(self, request: Request, reason: EndReason) -> int:
-        program = request.program
+        program = PROGRAM.of(request)
         if program is not None and program.is_admitted:
             return program.number
         return self.pins.turn_ends(request, reason)
@@ -222,14 +247,14 @@ class Programs(Feature):
         end one after the other.
         """
         if self.limit is not None:
-            others = [each for each in candidates if each.program is None or not each.program.is_admitted]
+            others = [each for each in candidates if not is_admitted(each)]
             if not others:
-                numbers = [0 if each.program is None else each.program.number for each in candidates]
+                numbers = [_number(each) for each in candidates]
                 last = max(numbers)
                 others = [each for each, number in zip(candidates, numbers, strict=True) if number == last]
             return others, PreemptReason.LAST_PROGRAM
         pins = self._kv.pins
-        others = [each for each in candidates if each.program is None or each.program.number not in pins]
+        others = [each for each in candidates if _number(each) not in pins]
         return others or candidates, None
 
     def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
@@ -257,7 +282,9 @@ class Programs(Feature):
         """Raise AssertionError unless the programs and their requests refer to each other."""
         for key, program in self.known.items():
             assert _key(program) == key, f"{program!r} has another key"
-            assert all(request.program is program for request in program.live.values()), f"{program!r}: wrong requests"
+            assert all(PROGRAM.of(request) is program for request in program.live.values()), (
+                f"{program!r}: wrong requests"
+            )
         paused = [program for program in self.known.values() if program.is_paused]
         assert paused == list(self._paused), "programs without a request are not in the order in which they were seen"
         self._matcher.check()
@@ -266,5 +293,11 @@ class Programs(Feature):
             self.limit.check()
 
 
-def _key(program: Program) -> tuple[int, str | int]:
+def _number(request: Request) -> int:
+    """Return the number of a request's program, or 0 without one."""
+    program = PROGRAM.of(request)
+    return 0 if program is None else program.number
+
+
+def _key(program: ProgramState) -> tuple[int, str | int]:
     return program.tenant, program.job_id or program.number

@@ -33,11 +33,11 @@ class PlainQueue:
     floor: int = 0
 
     def least(self) -> int:
-        return max([self.floor, min((self.served[r.tenant] for r in self.waiting), default=0)])
+        return max([self.floor, min((self.served[r.account] for r in self.waiting), default=0)])
 
     def add(self, request: Request) -> None:
-        if all(r.tenant != request.tenant for r in self.waiting):
-            self.served[request.tenant] = max(self.served.get(request.tenant, 0), self.floor)
+        if all(r.account != request.account for r in self.waiting):
+            self.served[request.account] = max(self.served.get(request.account, 0), self.floor)
         self.waiting.append(request)
 
     def own(self, request: Request) -> tuple[float, ...]:
@@ -45,13 +45,13 @@ class PlainQueue:
 
     def next(self) -> Request:
         firsts = [
-            min((r for r in self.waiting if r.tenant == tenant), key=self.own)
-            for tenant in {r.tenant for r in self.waiting}
+            min((r for r in self.waiting if r.account == tenant), key=self.own)
+            for tenant in {r.account for r in self.waiting}
         ]
         return min(firsts, key=self.rank)
 
     def rank(self, first: Request) -> tuple[float, ...]:
-        turn = first.turn if first.turn >= 0 else self.served[first.tenant]
+        turn = first.turn if first.turn >= 0 else self.served[first.account]
         return (turn, first.number) if self.policy == "fcfs" else (first.priority, turn, first.arrival, first.number)
 
     def take(self, request: Request) -> None:
@@ -186,7 +186,7 @@ def test_tenants_that_always_wait_are_served_equally(seed: int) -> None:
             sizes[f"{tenant}:{i}"] = (prompt, answer)
             largest = max(largest, prompt + OUTPUT_WEIGHT * answer)
             driver.add(f"{tenant}:{i}", [i + 1] * prompt, max_tokens=answer, ignore_eos=True, tenant=tenant)
-    while len({r.tenant for r in driver.scheduler.table.waiting}) == 2:
+    while len({r.account for r in driver.scheduler.table.waiting}) == 2:
         driver.step()
         for diff in driver.diffs[-1:]:
             for row in diff.new_requests:

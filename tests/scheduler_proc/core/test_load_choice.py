@@ -14,6 +14,7 @@ from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.costs.choice import LOAD_LIMIT_S
 from quire.scheduler_proc.costs.costs import FULL_PAGES, PROBE_INTERVAL, CostState
+from quire.scheduler_proc.features.transfers import SPLIT_AT
 from quire.scheduler_proc.requests.events import LoadLate
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.trace.lines import PrefixCacheEvent, StepSnapshot
@@ -169,7 +170,7 @@ def test_a_split_request_continues_behind_a_load_that_was_faster() -> None:
     engine.move()
     while engine.deliver() is not None:
         pass
-    assert engine.request("again").split_at == FRONT
+    assert SPLIT_AT.of(engine.request("again")) == FRONT
     complete(engine)
     assert engine.answers["again"].num_cached_tokens == FOUND - FRONT
 

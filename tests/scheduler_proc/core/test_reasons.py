@@ -13,6 +13,7 @@ from quire.protocol.wire.front_end_messages import Control, EndReason, Statistic
 from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.policies import QUIRE, Policies
+from quire.scheduler_proc.features.result_bytes import ROW_BYTES
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, RESERVED_REASONS, PreemptReason, WaitReason
 from quire.scheduler_proc.scheduler import WorkerFault
 
@@ -64,7 +65,7 @@ def whole_prompt() -> Driver:
 def result_size() -> Driver:
     driver = pair(first=[1, 2, 3, 4, 5], enable_return_routed_experts=True)
     for request_id in ("first", "second"):  # as if five positions filled the result of a step
-        driver.request(request_id).row_bytes = MAX_STEP_SIDE_BYTES // 5
+        ROW_BYTES.put(driver.request(request_id), MAX_STEP_SIDE_BYTES // 5)
     driver.schedule()
     return driver
 

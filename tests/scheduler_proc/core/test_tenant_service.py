@@ -45,7 +45,7 @@ class Engines:
             request = queue.peek_request()
             queue.take_request(request)
             work = self._rng.randint(1, LARGEST)
-            queue.charge(request.tenant, work)
+            queue.charge(request.account, work)
             queue.check()
             heapq.heappush(self._free, (now + work, at))
         return sum((Counter(queue.service) for queue in self.queues), Counter())

@@ -69,7 +69,7 @@ def managed(num_usable: int, make: Callable[..., BlockPool] = BlockPool) -> KVCa
 
 def served(kv: KVCacheManager, handle: int, first: int, num_tokens: int, *, pin: int = 0, tenant: int = 0) -> int:
     """Compute and free a request of tokens ``first``, ``first + 1``, ...; return its hits in tokens."""
-    request = CacheCase(handle, list(range(first, first + num_tokens)), tenant=tenant)
+    request = CacheCase(handle, list(range(first, first + num_tokens)), account=tenant)
     hits = kv.get_computed_blocks(request)[1]
     assert step(kv, request, num_tokens - hits) is not None
     kv.free(request, pin=pin)

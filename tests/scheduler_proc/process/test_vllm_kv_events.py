@@ -127,7 +127,8 @@ def events_of(recorder: DescribingRecorder) -> list[dict[str, Any]]:
 def test_events_are_maps_with_the_names_of_vllm() -> None:
     recorder = DescribingRecorder(layout_of(4), 32)
     adapter = adapter_ref("an adapter", "content")
-    request = Filled(3, Span(list(range(12)), (7, adapter.name), ("salt",)))
+    request = Filled(3, Span(list(range(12)), ("salt",)))
+    recorder.label = lambda _: (7, adapter.name)
     recorder.cleared()
     recorder.describe(request, 0, 0, 3)
     recorder.stored(request.block_hashes[:2], "device")

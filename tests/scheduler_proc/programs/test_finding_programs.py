@@ -10,7 +10,7 @@ from scheduler_driver import Driver
 
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.scheduler_proc.features.programs.match import COMPACTED_TOKENS, MAX_OWNERS, NEAR_TOKENS, Matcher
-from quire.scheduler_proc.requests.request import Program
+from quire.scheduler_proc.features.programs.program_state import PROGRAM, ProgramState
 
 BLOCK = 4
 SYSTEM = list(range(100, 140))
@@ -32,18 +32,18 @@ class Agents:
         """Return tokens that no other call returns."""
         return [self._rng.randrange(200, 1000) for _ in range(num_tokens)]
 
-    def start(self, prompt: Sequence[int], max_tokens: int = 12, **fields: object) -> tuple[str, Program | None]:
+    def start(self, prompt: Sequence[int], max_tokens: int = 12, **fields: object) -> tuple[str, ProgramState | None]:
         """Send a request. Return its id and its program."""
         name = f"r{next(self._numbers)}"
         self.driver.add(name, list(prompt), max_tokens=max_tokens, ignore_eos=True, **fields)
         assert self.driver.answers[name].rejected is None, self.driver.answers[name].rejected
-        return name, self.driver.request(name).program
+        return name, PROGRAM.of(self.driver.request(name))
 
     def end(self, name: str) -> list[int]:
         """Return the answer of a request."""
         return self.driver.run()[name].tokens
 
-    def turn(self, prompt: Sequence[int], **fields: object) -> tuple[Program | None, list[int]]:
+    def turn(self, prompt: Sequence[int], **fields: object) -> tuple[ProgramState | None, list[int]]:
         """Send a request. Return its program, and the context at the end: prompt and answer."""
         name, program = self.start(prompt, **fields)
         return program, [*prompt, *self.end(name)]
@@ -243,17 +243,17 @@ class Turns:
         self.matcher = Matcher(BLOCK)
         self._numbers = count(1)
 
-    def find(self, path: str, **fields: bool) -> Program | None:
+    def find(self, path: str, **fields: bool) -> ProgramState | None:
         return self.matcher.find(0, _hashes(path), BLOCK * len(path), **fields)
 
-    def begin(self, path: str, num_turns: int = 1) -> Program:
+    def begin(self, path: str, num_turns: int = 1) -> ProgramState:
         """Return a new program with this prompt, which has ended."""
-        program = Program(next(self._numbers), 0, "", 0.0)
+        program = ProgramState(next(self._numbers), 0, "", 0.0)
         self.add(program, path)
         program.num_turns = num_turns
         return program
 
-    def add(self, program: Program, path: str) -> None:
+    def add(self, program: ProgramState, path: str) -> None:
         self.matcher.arrived(program, _hashes(path), BLOCK * len(path))
         self.matcher.ended(program, _hashes(path))
         self.matcher.check()

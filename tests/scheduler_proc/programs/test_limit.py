@@ -14,6 +14,7 @@ from quire.scheduler_proc.features.programs.limit import (
     PATIENCE_WAITS,
     WAIT_SHARE,
 )
+from quire.scheduler_proc.features.programs.program_state import IS_OVERDUE, PROGRAM
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.requests.reasons import WaitReason
 
@@ -119,7 +120,7 @@ def test_requests_of_no_program_and_preempted_ones_do_not_wait_for_ever_beside_a
     agents.step(2)
     agents.release(preempted)
     agents.add("short", [1, 2], max_tokens=2)
-    assert agents.request("short").program is None
+    assert PROGRAM.of(agents.request("short")) is None
     while agents.now < FIRST_PATIENCE_S + 160:
         agents.at(agents.now + 60.0)
         while len([name for _, name in agents.scheduler.table.requests if name.startswith("first")]) < 3:
@@ -144,9 +145,9 @@ def test_later_turns_come_first_after_a_multiple_of_the_mean_wait(wait: float) -
     limit.wait = wait
     late = agents.turn("third", 40, run=False)
     agents.at(PATIENCE_S + PATIENCE_WAITS * wait - 1.0)
-    assert not agents.request(late).is_overdue
+    assert not IS_OVERDUE.of(agents.request(late))
     agents.at(agents.now + 1.0)
-    assert agents.request(late).is_overdue
+    assert IS_OVERDUE.of(agents.request(late))
     others = [agents.turn("second", run=False) for _ in range(3)]
     assert agents.order(running, late, *others) == [running, late, *others]
     waits = [agents.now, 0.0, 0.0, 0.0]

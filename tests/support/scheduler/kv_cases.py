@@ -44,7 +44,7 @@ class CacheCase:
     num_computed_tokens: int = 0
     num_acknowledged_tokens: int = 0
     skip_reading_prefix_cache: bool = False
-    tenant: int = 0
+    account: int = 0
     salt: str = ""
 
     @property

@@ -5,6 +5,7 @@ from typing import Any
 from scheduler_driver import Driver
 
 from quire.scheduler_proc.costs.costs import Costs, CostState, Prefill
+from quire.scheduler_proc.features.transfers import SPLIT_AT
 
 PROMPT = list(range(1, 102))
 FOUND, FRONT = 100, 48
@@ -37,7 +38,7 @@ def split(**settings: Any) -> Driver:
     engine.add("again", PROMPT, max_tokens=4)
     engine.schedule()
     request = engine.request("again")
-    assert request.split_at == FRONT and request in engine.scheduler.table.running.values()
+    assert SPLIT_AT.of(request) == FRONT and request in engine.scheduler.table.running.values()
     return engine
 
 

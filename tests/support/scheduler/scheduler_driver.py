@@ -562,9 +562,9 @@ def compare_mirror(scheduler: Scheduler, worker: FakeWorker) -> None:
         assert row.request_id == request.request_id and row.active == (not request.parked)
         rejected = request.num_computed_tokens - row.num_computed  # of the drafts whose result is in flight
         assert 0 <= rejected <= request.num_drafts_in_flight, f"{request!r}: {row.num_computed} on the worker"
-        unused = request.leader is not None and not request.num_output_placeholders and row.num_computed > 0
+        unused = request.part_of is not None and not request.num_output_placeholders and row.num_computed > 0
         unused = unused and row.num_computed == request.num_tokens  # the sampled token of a beam is not used
-        num_sampled = 0 if request.pooling is not None else request.num_output_placeholders
+        num_sampled = request.num_output_placeholders if request.generates else 0
         assert len(row.tokens) == request.num_tokens + num_sampled - rejected + unused
         _compare_tables(scheduler, request, worker, row)
 

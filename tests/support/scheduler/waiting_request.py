@@ -19,7 +19,7 @@ def waiting_request(number: int, tenant: int, priority: int = 0, arrival: float 
         max_total_tokens=9,
         priority=priority,
         arrival=arrival,
-        tenant=tenant,
+        account=tenant,
         handle=number,
     )
     request.number = number

@@ -1,15 +1,14 @@
 """AdapterState: the scheduler's state of one LoRA adapter, to which its requests refer."""
 
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
 
 from quire.protocol.wire.adapter_messages import AdapterRef
-
-R = TypeVar("R")
-"""Request, which refers to this class."""
+from quire.scheduler_proc.requests.request import Part, Request
 
 
-class AdapterState(Generic[R]):
-    """One adapter. Only ``scheduler_proc/features/adapters`` changes it.
+@dataclass(slots=True, eq=False, repr=False)
+class AdapterState:
+    """One adapter.
 
     Attributes:
         number: identifies it in messages to the workers.
@@ -29,30 +28,20 @@ class AdapterState(Generic[R]):
             wait.
     """
 
-    __slots__ = (
-        "awaits_first_token",
-        "held",
-        "is_active",
-        "is_cached",
-        "is_loading",
-        "last_step",
-        "last_turn",
-        "num_requests",
-        "num_turn_steps",
-        "number",
-        "ref",
-        "running",
-        "slot",
-        "turn_began",
-    )
-
-    def __init__(self, number: int, ref: AdapterRef) -> None:
-        self.number, self.ref = number, ref
-        self.slot = -1
-        self.is_loading = self.is_cached = self.is_active = self.awaits_first_token = False
-        self.num_requests = self.last_step = self.last_turn = self.turn_began = self.num_turn_steps = 0
-        self.running: dict[int, R] = {}
-        self.held: dict[int, R] = {}
+    number: int
+    ref: AdapterRef
+    slot: int = -1
+    is_loading: bool = False
+    is_cached: bool = False
+    is_active: bool = False
+    num_requests: int = 0
+    running: dict[int, Request] = field(default_factory=dict)
+    held: dict[int, Request] = field(default_factory=dict)
+    last_step: int = 0
+    turn_began: int = 0
+    last_turn: int = 0
+    num_turn_steps: int = 0
+    awaits_first_token: bool = False
 
     @property
     def is_ready(self) -> bool:
@@ -73,3 +62,8 @@ class AdapterState(Generic[R]):
 
     def __repr__(self) -> str:
         return f"AdapterState({self.number}, {self.ref.name!r}, {self.place}, slot {self.slot})"
+
+
+ADAPTER = Part[AdapterState | None]("adapter", None)
+ADAPTER_NAME = Part("adapter_name", "")
+"""The name by which the client of a request asked for its adapter."""

@@ -1,13 +1,13 @@
 """ProgramState: the scheduler's state of one program, to which its requests refer."""
 
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
 
-R = TypeVar("R")
-"""Request, which refers to this class."""
+from quire.scheduler_proc.requests.request import Part, Request
 
 
-class ProgramState(Generic[R]):
-    """One program: the turns of an agent or of a conversation. Only ``scheduler_proc/features/programs`` changes it.
+@dataclass(slots=True, eq=False, repr=False)
+class ProgramState:
+    """One program: the turns of an agent or of a conversation.
 
     Times are seconds of the events ``Clock``.
 
@@ -25,28 +25,17 @@ class ProgramState(Generic[R]):
         has_ended: its last step has arrived.
     """
 
-    __slots__ = (
-        "has_ended",
-        "is_admitted",
-        "job_id",
-        "last_request",
-        "last_seen",
-        "live",
-        "num_tokens",
-        "num_turns",
-        "number",
-        "tenant",
-        "tool",
-    )
-
-    def __init__(self, number: int, tenant: int, job_id: str, now: float) -> None:
-        self.number, self.tenant, self.job_id = number, tenant, job_id
-        self.live: dict[int, R] = {}
-        self.num_turns = self.num_tokens = 0
-        self.last_seen = now
-        self.last_request = (-1, "")
-        self.tool = ""
-        self.is_admitted = self.has_ended = False
+    number: int
+    tenant: int
+    job_id: str
+    last_seen: float
+    live: dict[int, Request] = field(default_factory=dict)
+    num_turns: int = 0
+    num_tokens: int = 0
+    last_request: tuple[int, str] = (-1, "")
+    tool: str = ""
+    is_admitted: bool = False
+    has_ended: bool = False
 
     @property
     def is_paused(self) -> bool:
@@ -55,3 +44,10 @@ class ProgramState(Generic[R]):
 
     def __repr__(self) -> str:
         return f"ProgramState({self.number}, job {self.job_id!r}, {self.num_turns} turns, {len(self.live)} live)"
+
+
+PROGRAM = Part[ProgramState | None]("program", None)
+JOB_ID = Part("job_id", "")
+"""As of AddRequest, for traces."""
+IS_OVERDUE = Part("is_overdue", False)
+"""Whether a request is scheduled before all programs: it has waited for long, or is a part of one that runs."""
