@@ -7,7 +7,6 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature
-from quire.scheduler_proc.core.in_flight import StepTooLarge, WorkerFault
 from quire.scheduler_proc.core.scheduler import BareScheduler
 from quire.scheduler_proc.costs.costs import Costs, CostState
 from quire.scheduler_proc.features.adapters.adapters import Adapters
@@ -22,6 +21,7 @@ from quire.scheduler_proc.features.routed_experts import RoutedExpertRows
 from quire.scheduler_proc.features.suspects import Suspects
 from quire.scheduler_proc.features.tenants import Tenants
 from quire.scheduler_proc.features.transfers import Transfers
+from quire.scheduler_proc.messages.results import StepTooLarge, WorkerFault
 
 __all__ = ["Scheduler", "StepTooLarge", "WorkerFault"]
 

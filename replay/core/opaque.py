@@ -10,9 +10,9 @@ from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, EndReason
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.endings import Ending, length_ending
-from quire.scheduler_proc.core.in_flight import Sampled
 from quire.scheduler_proc.features.beams.beams import BeamGroup, SearchEnding
 from quire.scheduler_proc.features.beams.search import BeamChoice
+from quire.scheduler_proc.messages.results import Sampled
 from quire.scheduler_proc.requests.request import Request
 
 

@@ -13,10 +13,10 @@ from quire.replay.core.opaque import OpaqueRequest, OpaqueResult, OpaqueTokens, 
 from quire.replay.core.planner import ImitatingPlanner
 from quire.replay.core.policies import QUIRE, Policies
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Refusal
-from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.core.planner import Planner
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.messages.arrivals import Refusal
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.events import Consumed
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.scheduler import Scheduler

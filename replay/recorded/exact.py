@@ -27,7 +27,7 @@ from quire.replay.recorded.difference import (
 )
 from quire.replay.recorded.keyframes import begin_at
 from quire.replay.recorded.reader import TraceLine
-from quire.scheduler_proc.core.in_flight import WorkerFault
+from quire.scheduler_proc.messages.results import WorkerFault
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.trace.decision_log import DecisionLog
 from quire.scheduler_proc.trace.event_log import TraceHeader

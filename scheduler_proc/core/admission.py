@@ -1,41 +1,17 @@
 """Validation of arriving requests, and construction of Request objects. Each refusal names the field and its range."""
 
-import math
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
 from quire.protocol.block_hash import BlockHasher, HashChain
-from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Known, Refusal
+from quire.scheduler_proc.core.feature import Known
+from quire.scheduler_proc.messages.arrivals import ArrivalFields, Refusal, check_fields, check_order
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.tokens import Tokens, TokenStore
-
-MAX_REQUEST_ID = 256
-
-
-class ArrivalFields(Protocol):
-    """What the core reads of an arrival; features read their own fields."""
-
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def arrival(self) -> float: ...
-    @property
-    def resubmitted(self) -> bool: ...
 
 
 class Admission:
@@ -54,7 +30,7 @@ class Admission:
             Refusal: the request could never be answered, or a field is out of range.
         """
         self.validate(event, len(event.prompt_token_ids))
-        self._check_fields(event)
+        check_fields(event, self.config)
         found = (feature.known_tokens(event, client) for feature in self.core.calls.known_tokens)
         known = next(filter(None, found), None)
         self.check_length(event, len(event.prompt_token_ids) if known is None else known.num_prompt_tokens)
@@ -71,7 +47,7 @@ class Admission:
 
     def validate(self, event: ArrivalFields, num_prompt_tokens: int) -> None:
         """Raise Refusal unless the fields that all kinds of arrivals have are valid."""
-        self._check_order(event)
+        check_order(event, self.config)
         for feature in self.core.calls.validate:
             feature.validate(event, num_prompt_tokens)
 
@@ -79,22 +55,6 @@ class Admission:
         """Let the features set up a request that was built; may raise Refusal."""
         for feature in self.core.calls.prepare:
             feature.prepare(request, event, parent)
-
-    def _check_order(self, event: ArrivalFields) -> None:
-        """Raise Refusal unless arrival and priority define a place in the queue, and are allowed."""
-        if not math.isfinite(event.arrival):  # NaN has no order
-            raise Refusal("invalid_value", "arrival", f"arrival must be a finite number (got {event.arrival})")
-        if not -(2**31) <= event.priority < 2**31:
-            text = f"priority must be from {-(2**31)} to {2**31 - 1} (got {event.priority})"
-            raise Refusal("invalid_value", "priority", text)
-        if self.config.priority_range is not None:
-            low, high = self.config.priority_range
-            if not low <= event.priority <= high:
-                raise Refusal(
-                    "priority_not_allowed",
-                    "priority",
-                    f"this server allows a priority from {low} to {high} (got {event.priority})",
-                )
 
     def check_length(self, event: ArrivalFields, num_prompt_tokens: int) -> None:
         """Raise Refusal unless the prompt, and its first token if another one follows, fit into context and KV pool."""
@@ -117,22 +77,6 @@ class Admission:
             what = "needs" if is_all else "and one token need"
             text = f"the prompt {what} {needed} KV blocks; the pool has {present}"
             raise Refusal("kv_pool_too_small", "prompt", text)
-
-    def _check_fields(self, event: AddRequest) -> None:
-        """Raise Refusal unless all fields are valid and the request can generate at least one token."""
-        if not 1 <= len(event.request_id) <= MAX_REQUEST_ID:
-            text = f"request_id must have 1 to {MAX_REQUEST_ID} characters (got {len(event.request_id)})"
-            raise Refusal("invalid_value", "request_id", text)
-        if len(event.cache_salt) > MAX_SALT_LENGTH:
-            text = f"cache_salt must have at most {MAX_SALT_LENGTH} characters (got {len(event.cache_salt)})"
-            raise Refusal("invalid_value", "cache_salt", text)
-        _check_sampling(event.sampling, self.config)
-        if not 0 <= event.seed < 2**64:
-            raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
-        reserved = ("mm_features", "kv_transfer")
-        used = [name for name in reserved if getattr(event, name)]
-        if used:
-            raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
 
     def _own_tokens(self, event: AddRequest) -> Known:
         """Return the tokens that a request brings along, after a check of their ids."""
@@ -176,37 +120,3 @@ class Admission:
         has_prompt_logprobs = sampling.prompt_logprobs is not None  # a hit has no logits
         request.skip_reading_prefix_cache = sampling.skip_reading_prefix_cache or has_prompt_logprobs
         return request
-
-
-def check_layout_fits(config: EngineConfig, layout: KVLayout) -> None:
-    """Raise ConfigError if a model that keeps no KV is to generate tokens, or to compute a part of a prompt."""
-    if layout.groups:
-        return
-    if config.model.generates:
-        raise ConfigError("a model without a KV cache cannot generate tokens")
-    if config.enable_chunked_prefill or config.long_prefill_token_threshold:
-        raise ConfigError(
-            "a model without a KV cache computes whole prompts: it needs enable_chunked_prefill False and "
-            f"long_prefill_token_threshold 0 (got {config.enable_chunked_prefill}, "
-            f"{config.long_prefill_token_threshold})"
-        )
-    if config.max_num_batched_tokens < config.max_model_len:
-        raise ConfigError(
-            "a model without a KV cache computes whole prompts: max_num_batched_tokens must be at least "
-            f"max_model_len, which is {config.max_model_len} (got {config.max_num_batched_tokens})"
-        )
-
-
-def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:
-    """Raise Refusal unless the vocabulary has all token ids in ``sampling``, and thinking markers exist if needed."""
-    vocab_size = config.model.vocab_size
-    for name, tokens in sampling.named_token_ids().items():
-        if max(tokens, default=0) >= vocab_size:
-            text = f"token ids of {name} must be from 0 to {vocab_size - 1} (got {max(tokens)})"
-            raise Refusal("invalid_value", name, text)
-    if sampling.thinking_token_budget is not None and not config.thinking_end_token_ids:
-        raise Refusal(
-            "invalid_value",
-            "thinking_token_budget",
-            "thinking_token_budget needs thinking markers, and this model has none",
-        )

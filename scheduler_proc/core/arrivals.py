@@ -4,9 +4,9 @@ from collections.abc import Callable
 from functools import partial
 
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd
-from quire.scheduler_proc.core.admission import Admission, ArrivalFields
+from quire.scheduler_proc.core.admission import Admission
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Refusal
+from quire.scheduler_proc.messages.arrivals import ArrivalFields, Refusal
 from quire.scheduler_proc.requests.events import Hold, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS
 from quire.scheduler_proc.requests.reasons import HOLD_REASONS, Decision, PreemptReason, WaitReason

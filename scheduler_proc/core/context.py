@@ -8,14 +8,14 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd, Statistics
 from quire.scheduler_proc.core.feature import Calls
 from quire.scheduler_proc.core.in_flight import StepsInFlight
-from quire.scheduler_proc.core.outputs import OutputCollector
-from quire.scheduler_proc.core.request_table import RequestTable
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.messages.outputs import OutputCollector
+from quire.scheduler_proc.requests.decisions import Counters, RecentDecisions
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.requests.request_table import RequestTable
 from quire.scheduler_proc.requests.step_clock import StepClock
 
 

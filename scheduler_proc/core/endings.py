@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from quire.protocol.wire.front_end_messages import EndReason
-from quire.scheduler_proc.core.in_flight import Sampled
+from quire.scheduler_proc.messages.results import Sampled
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.stop_table import StopTable
 

@@ -11,32 +11,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from quire.protocol.block_hash import HashChain
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.front_end_messages import EndReason, Rejected, Statistics
+from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.scheduler_proc.core.endings import Endings
-from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled
-from quire.scheduler_proc.core.steady_decode import NEVER
-from quire.scheduler_proc.core.step import Budget, Contents, DueRows, StepPlan, StepRow
+from quire.scheduler_proc.core.step import Budget, Contents, StepPlan
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
+from quire.scheduler_proc.messages.results import DueRows, Sampled
+from quire.scheduler_proc.messages.steps import InFlightStep, StepRow
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.request_table import TableCalls
+from quire.scheduler_proc.requests.steady_decode import NEVER
 from quire.scheduler_proc.requests.tokens import TokenStore
 
 Handler = Callable[[Any, int], None]
 """Consumes an event of a front end with this index."""
-
-
-class Refusal(Exception):
-    """The request is not accepted; becomes the Rejected message."""
-
-    def __init__(self, code: str, param: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-        self.param = param
-        self.text = text
-
-    def message(self, request_id: str) -> Rejected:
-        return Rejected(request_id, self.code, self.param, self.text)
 
 
 class Reserve(NamedTuple):
@@ -330,7 +319,7 @@ class Feature:
         """Raise AssertionError unless the feature's invariants hold."""
 
 
-class Calls:
+class Calls(TableCalls):
     """By hook, the features that override it: ``for feature in calls.arrived: feature.arrived(request, event)``.
 
     So a hook that no feature has costs an empty loop. Made before any feature, because the parts of the core hold it.

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 
 from quire.protocol.config import EngineConfig
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.core.preemption import Preemption
-from quire.scheduler_proc.core.step import StepPlan, StepRow
+from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
+from quire.scheduler_proc.kv.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.kv.pressure import Pressure
+from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import LASTING_REASONS, Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 

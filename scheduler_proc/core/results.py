@@ -3,12 +3,14 @@
 from operator import itemgetter
 from typing import NamedTuple
 
+from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.side_rows import SIDE_KINDS, RowsOf, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.endings import Ending, Endings, TokenEndings
-from quire.scheduler_proc.core.in_flight import InFlightStep, Sampled, StepTooLarge
+from quire.scheduler_proc.messages.results import Sampled, StepTooLarge
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.reasons import PreemptReason
 from quire.scheduler_proc.requests.request import STATUS_OF_END, Request, RequestStatus
 
@@ -37,6 +39,15 @@ class _Faults(NamedTuple):
 
 
 NO_FAULTS = _Faults({}, {}, set())
+
+
+class _Answer(NamedTuple):
+    """A valid result: the step that it answers, its tokens, what is wrong with requests, and what ends them."""
+
+    record: InFlightStep
+    sampled: Sampled
+    faults: _Faults
+    endings: Endings
 
 
 class Results:
@@ -75,16 +86,14 @@ class Results:
         if output.failure:
             raise StepTooLarge(output.failure)
         record, sampled = self.in_flight.match(output, is_recorded=recorded is not None)
-        cut, owners = self._apply(record, sampled, output, self._endings if recorded is None else recorded)
+        endings = self._endings if recorded is None else recorded
+        bad = {handle: endings.bad_row_detail(_client_handle(record, handle)) for handle in output.bad}
+        answer = _Answer(record, sampled, _Faults.of(bad, output.failed), endings)
+        cut, owners = self._apply(answer, output)
         for feature in self._calls.applied:
             feature.applied()
         if recorded is None:
             self.outputs.sampled(sampled, cut, owners)
-
-    def _client_handle(self, record: InFlightStep, handle: int) -> int:
-        """Return the handle of the client's request for one of the step."""
-        request = record.member(handle)
-        return handle if request is None else (request.part_of or request).handle
 
     def is_stale(self, step: int) -> bool:
         """Whether a result belongs to an earlier worker epoch; counts it if so."""
@@ -93,18 +102,10 @@ class Results:
         self._stats.num_stray_messages += 1
         return True
 
-    def _apply(
-        self,
-        record: InFlightStep,
-        sampled: Sampled,
-        output: ModelRunnerOutput,
-        endings: Endings,
-    ) -> tuple[dict[int, int], list[list[int | None]]]:
+    def _apply(self, answer: _Answer, output: ModelRunnerOutput) -> tuple[dict[int, int], list[list[int | None]]]:
         """Apply a validated result. Returns, by position, the number of tokens that count, where it is not all; and for
         each kind of rows beside the tokens the clients of its parts."""
-        faults = _Faults.of(
-            {h: endings.bad_row_detail(self._client_handle(record, h)) for h in output.bad}, output.failed
-        )
+        record, sampled, faults, _ = answer
         if faults is not NO_FAULTS:
             for handle in (*faults.bad, *faults.failed):
                 if handle in self.steady_decode.batch:
@@ -118,70 +119,71 @@ class Results:
         # and at those whose token may end them.
         latest = self.steady_decode.record(record.step, sampled.handles, sampled.last_tokens)
         # Before tokens are appended, so that a request which ends here counts no step in flight that was answered.
-        self._acknowledge(record, output)
-        self.outputs.begin_result()
-        for request in (r.request for r in record.rows.values() if r.samples and not r.request.status.is_finished):
-            if not request.introduced:
-                self.outputs.introduce(request)
-            is_first = request.sampling.return_timeline and len(request.tokens) == request.num_prompt_tokens
-            if is_first and record.step > request.ignore_results_until and request.handle not in faults.bad:
-                self._decisions.follow(request, "first_token")
+        plain = self._enter_rows(record, faults)
+        self.table.release_handles(record.retired)
+        for feature in self._calls.acknowledged:
+            feature.acknowledged(record, output)
         # Before the endings: a request that ends with this result still gets its rows.
         owners = [self._owners(record, rows, faults) for rows in output.side]
         if record.without_tokens:
             self._end_without_tokens(record, faults)
-        cut: dict[int, int] = {}
-        for position, request in self._rows_to_check(record, endings.candidates(sampled)):
-            if request.is_steady:
-                ending = endings.ending_after(request, int(latest[request.handle]))
-                if ending is not None:
-                    self.table.leave_steady(request)
-                    self._end(request, ending)
-                continue
-            count = sampled.count(position)
-            kept = self._apply_row(record, request, sampled, position, faults, endings)
-            if kept < count:
-                cut[position] = kept
+        cut = self._apply_tokens(answer, plain, latest)
         num_kept = len(sampled.tokens) - sum(sampled.count(at) - kept for at, kept in cut.items())
         self._stats.generation_tokens += num_kept
         return cut, owners
 
-    def _rows_to_check(self, record: InFlightStep, may_end: list[int]) -> list[tuple[int, Request]]:
-        """Return (position in the result, request) for requests outside of steady decode and those that may end."""
-        if not record.rows and not may_end:
-            return []
-        found = {h: row.request for h, row in record.rows.items() if row.samples and not row.request.is_steady}
-        found |= {handle: self.steady_decode.batch[handle] for handle in may_end if handle in self.steady_decode.batch}
-        if not found:
-            return []
-        position_of = self.in_flight.position_of
-        return sorted(((position_of(handle), request) for handle, request in found.items()), key=itemgetter(0))
+    def _enter_rows(self, record: InFlightStep, faults: _Faults) -> dict[int, Request]:
+        """Count the step as answered by its rows, and introduce their requests to clients.
 
-    def _acknowledge(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
-        for row in record.rows.values():
-            row.request.answered(row.num_tokens)
-        self.table.release_handles(record.retired)
-        for feature in self._calls.acknowledged:
-            feature.acknowledged(record, output)
+        Returns the requests outside of steady decode that have sampled, by handle.
+        """
+        self.outputs.begin_result()
+        plain: dict[int, Request] = {}
+        for handle, row in record.rows.items():
+            request = row.request
+            request.answered(row.num_tokens)
+            if not row.samples:
+                continue
+            if not request.is_steady:
+                plain[handle] = request
+            if request.status.is_finished:
+                continue
+            self.outputs.introduce(request)
+            is_first = request.sampling.return_timeline and len(request.tokens) == request.num_prompt_tokens
+            if is_first and record.step > request.ignore_results_until and handle not in faults.bad:
+                self._decisions.follow(request, "first_token")
+        return plain
 
-    def _apply_row(
-        self,
-        record: InFlightStep,
-        request: Request,
-        sampled: Sampled,
-        position: int,
-        faults: _Faults,
-        endings: Endings,
-    ) -> int:
+    def _apply_tokens(self, answer: _Answer, plain: dict[int, Request], latest: Int32) -> dict[int, int]:
+        """Apply the tokens of ``plain`` requests, and end those in steady decode, in the order of the result.
+
+        ``latest``: the last tokens by handle. Returns how many tokens count, by position, where it is not all.
+        """
+        batch, cut = self.steady_decode.batch, dict[int, int]()
+        may_end = answer.endings.candidates(answer.sampled)
+        if not plain and not may_end:
+            return cut
+        found = plain | {handle: batch[handle] for handle in may_end if handle in batch}
+        order = [(self.in_flight.position_of(handle), request) for handle, request in found.items()]
+        for position, request in sorted(order, key=itemgetter(0)):
+            if not request.is_steady:
+                kept = self._apply_row(answer, request, position)
+                if kept < answer.sampled.count(position):
+                    cut[position] = kept
+            elif (ending := answer.endings.ending_after(request, int(latest[request.handle]))) is not None:
+                self.table.leave_steady(request)
+                self._end(request, ending)
+        return cut
+
+    def _apply_row(self, answer: _Answer, request: Request, position: int) -> int:
         """Apply the part of one request in a result. Returns the number of its tokens that count."""
+        record, sampled, faults, endings = answer
         tokens = sampled.row(position)
         drafts = record.rows[request.handle].num_drafts
         request.sampled(drafts)
-        if request.status.is_finished:
-            self._stats.dropped_tokens += len(tokens)
-            return 0
-        if self._is_lost(record, request, faults):
-            self._stats.dropped_tokens += len(tokens) * (not request.status.is_finished)
+        is_dropped = request.status.is_finished
+        if is_dropped or self._is_lost(record, request, faults):
+            self._stats.dropped_tokens += len(tokens) if is_dropped or not request.status.is_finished else 0
             return 0
         if drafts:
             self.apply_draft_results(request, drafts, sampled.num_verified(position), len(tokens) - 1)
@@ -342,3 +344,9 @@ class Results:
         self._decisions.follow(request, "ended")
         ended = self.outputs.ended(request, reason, counted, stop_reason, detail)
         self.core.hooks.ended(ended)
+
+
+def _client_handle(record: InFlightStep, handle: int) -> int:
+    """Return the handle of the client's request for one of the step."""
+    request = record.member(handle)
+    return handle if request is None else (request.part_of or request).handle

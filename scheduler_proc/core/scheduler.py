@@ -6,7 +6,6 @@ only need one token per step are in steady decode (steady_decode.py). What else 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -22,25 +21,27 @@ from quire.protocol.wire.front_end_messages import (
     Stop,
 )
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
-from quire.scheduler_proc.core.admission import check_layout_fits
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.diff import build_diff
 from quire.scheduler_proc.core.feature import Calls, Feature
-from quire.scheduler_proc.core.in_flight import InFlightStep, StepsInFlight
+from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.planner import Planner
-from quire.scheduler_proc.core.request_table import RequestTable, check_requests
 from quire.scheduler_proc.core.results import Results
-from quire.scheduler_proc.core.statistics import Counters, RecentDecisions, list_requests, make_statistics
-from quire.scheduler_proc.core.steady_decode import NEVER, SteadyDecode
+from quire.scheduler_proc.core.statistics import list_requests, make_statistics
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.coordinator import check_layout_fits
 from quire.scheduler_proc.kv.events import KVEventRecorder
 from quire.scheduler_proc.kv.fair_pool import pool_class_for, pool_maker
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.messages.steps import InFlightStep
+from quire.scheduler_proc.requests.decisions import Counters, RecentDecisions
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.request_table import RequestTable, check_requests
+from quire.scheduler_proc.requests.steady_decode import NEVER, SteadyDecode
 
 
 class BareScheduler:
@@ -99,7 +100,7 @@ class BareScheduler:
         self.stats = Counters(config.num_speculative_tokens)
         calls, policy, vocab_size = Calls(), config.scheduling_policy, config.model.vocab_size
         self.in_flight = StepsInFlight(config, calls.due_rows_of)
-        self.table = RequestTable(policy, self.steady_decode, self.in_flight, vocab_size, calls)
+        self.table = RequestTable(policy, self.steady_decode, vocab_size, calls, self.in_flight.left_steady)
         self.core = core = Core(config, self.table, self.kv, self.in_flight, self.decisions, self.stats, hooks, calls)
         self.pause = ""
         """Empty, ``pause_new`` (no request is admitted) or ``pause`` (no step is scheduled)."""
@@ -176,13 +177,12 @@ class BareScheduler:
 
     def drop_client(self, client: int) -> None:
         """Abort all requests of a front end that disconnected."""
-        self._abort([request for request in self.table.requests.values() if request.client == client])
+        self._end([request for request in self.table.requests.values() if request.client == client], EndReason.ABORTED)
         self.after_event()
 
     def fail_all(self, detail: str) -> None:
         """End all requests with ERROR, because the engine cannot continue."""
-        for request in list(self.table.requests.values()):
-            self.results.finish(request, EndReason.ERROR, detail=detail)
+        self._end(list(self.table.requests.values()), EndReason.ERROR, detail)
 
     def begin_worker_epoch(self, *, new_workers: bool = False) -> bool:
         """Return all running requests to the queue with their tokens, because the workers' state is not trusted.
@@ -232,9 +232,9 @@ class BareScheduler:
         self.stats.num_stray_messages += request is None
         return request
 
-    def _abort(self, requests: list[Request]) -> None:
+    def _end(self, requests: list[Request], reason: EndReason, detail: str = "") -> None:
         for request in requests:
-            self.results.finish(request, EndReason.ABORTED)
+            self.results.finish(request, reason, detail=detail)
 
     def _control(self, event: Control, client: int) -> None:
         done = True
@@ -246,7 +246,7 @@ class BareScheduler:
             case "resume":
                 self.pause = ""
             case "abort_all":
-                self._abort(list(self.table.requests.values()))
+                self._end(list(self.table.requests.values()), EndReason.ABORTED)
             case "reset_prefix_cache":
                 done = self.kv.reset_prefix_cache()
                 for feature in self.core.calls.contents_dropped if done else ():
@@ -256,15 +256,9 @@ class BareScheduler:
         is_listing = event.kind == "requests"
         reply = self.statistics(event.query, done, is_listing=is_listing)
         if is_listing:
-            listed = list_requests(self.table, self.kv, self._describe, is_paused=bool(self.pause))
+            listed = list_requests(self.core, is_paused=bool(self.pause))
             reply = msgspec.structs.replace(reply, requests=listed)
         self.core.replies.append((client, reply))
-
-    def _describe(self, request: Request) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        for feature in self.core.calls.describe:
-            fields |= feature.describe(request)
-        return fields
 
     # ---- steps
 
@@ -361,9 +355,7 @@ class BareScheduler:
 
     def statistics(self, query: int = 0, done: bool = True, *, is_listing: bool = False) -> Statistics:
         """Return current gauges, and counters since start."""
-        found = make_statistics(
-            self.table, self.kv.pool, self.decisions, self.stats, query, done, is_paused=bool(self.pause)
-        )
+        found = make_statistics(self.core, query, done, is_paused=bool(self.pause))
         for feature in self.core.calls.statistics:
             found = feature.statistics(found, is_listing=is_listing)
         return found
@@ -372,6 +364,6 @@ class BareScheduler:
         """Raise AssertionError unless all invariants hold. O(blocks + requests): for tests and idle times."""
         for part in (self.kv, self.table, self.planner.decode_blocks):
             part.check()
-        check_requests(self.table, self.kv, self.config)
+        check_requests(self.table, self.kv, self.config, [record.requests() for record in self.in_flight.records])
         for feature in self.core.calls.check:
             feature.check()

@@ -1,70 +1,15 @@
 """Step plan: the decisions of one step while it is planned, and the diff built from them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.side_rows import SideKind
-from quire.scheduler_proc.kv.coordinator import GroupBlocks
+from quire.scheduler_proc.kv.decode_blocks import NewBlocks
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
-
-
-class NewBlocks(NamedTuple):
-    """Blocks to append to the tables of requests: parallel lists, in the order of requests and then of groups."""
-
-    handles: list[int]
-    block_ids: list[int]
-    groups: list[int]
-
-    def extend(self, other: "NewBlocks") -> None:
-        for column, added in zip(self, other, strict=True):
-            column += added
-
-    def remove(self, handle: int) -> None:
-        kept = [at for at, other in enumerate(self.handles) if other != handle]
-        for column in self:
-            column[:] = [column[at] for at in kept]
-
-
-@dataclass(slots=True)
-class StepRow:
-    """The part of one request in a step: ``num_tokens`` positions, the last ``num_drafts`` of them for drafts.
-
-    The proposer may find fewer drafts; the workers then compute fewer positions.
-
-    Attributes:
-        new_blocks: blocks to append, for a request that the workers already hold; ignored for a new or resumed one.
-        is_prefill: the positions count towards the prefill budget.
-        samples: the result contains a token for it. Set when the step is sent.
-        parent: the request from whose logits it samples; it then computes nothing. None for all others.
-        shares_with: handle of the request whose blocks it shares since this step, or -1.
-        first: its first position, if its request generates nothing. Set when the step is sent.
-        completes: such a request ends with the result. Set when the step is sent.
-    """
-
-    request: Request
-    num_tokens: int
-    new_blocks: GroupBlocks | None
-    num_drafts: int = 0
-    is_prefill: bool = False
-    samples: bool = False
-    parent: Request | None = None
-    shares_with: int = -1
-    first: int = 0
-    completes: bool = False
-
-
-class DueRows(NamedTuple):
-    """Rows beside tokens that are due, of ``width`` values each: those with numbers from ``first`` up to ``end``."""
-
-    kind: SideKind
-    width: int
-    first: int
-    end: int
 
 
 class Budget(Protocol):

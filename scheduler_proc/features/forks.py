@@ -7,8 +7,10 @@ import msgspec
 
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Feature, Known, Refusal
-from quire.scheduler_proc.core.step import Contents, StepPlan, StepRow
+from quire.scheduler_proc.core.feature import Feature, Known
+from quire.scheduler_proc.core.step import Contents, StepPlan
+from quire.scheduler_proc.messages.arrivals import Refusal
+from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Part, Request, RequestStatus
 

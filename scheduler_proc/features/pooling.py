@@ -8,9 +8,11 @@ from quire.protocol.request.pooling_params import NO_SAMPLING
 from quire.protocol.wire.side_rows import MAX_SIDE_BYTES, POOLED
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Feature, Refusal
-from quire.scheduler_proc.core.step import DueRows, StepRow
+from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.features.result_bytes import POOLING, ROW_BYTES
+from quire.scheduler_proc.messages.arrivals import Refusal
+from quire.scheduler_proc.messages.results import DueRows
+from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.request import Request
 
 

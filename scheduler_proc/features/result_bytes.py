@@ -4,7 +4,7 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature
-from quire.scheduler_proc.core.step import StepRow
+from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Part, Request
 

@@ -5,8 +5,9 @@ from typing import Any
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.side_rows import MAX_SIDE_BYTES
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Feature, Refusal
+from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.features.result_bytes import ROW_BYTES
+from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.requests.request import Request
 
 

@@ -11,8 +11,9 @@ from quire.protocol.block_hash import HashChain
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import Statistics, TenantService, TenantState
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Feature, Handler, Refusal
+from quire.scheduler_proc.core.feature import Feature, Handler
 from quire.scheduler_proc.core.step import StepPlan
+from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
 

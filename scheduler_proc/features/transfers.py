@@ -10,7 +10,6 @@ from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, Mov
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Handler
-from quire.scheduler_proc.core.in_flight import InFlightStep
 from quire.scheduler_proc.costs.choice import LoadChoice, Prefix, WorkAhead, choose
 from quire.scheduler_proc.costs.costs import FULL_PAGES, Costs, Prefill
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -18,6 +17,7 @@ from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.found import FoundContents, find_contents
 from quire.scheduler_proc.kv.saves import Numbers, Saves, move_blocks
 from quire.scheduler_proc.kv.tiers import Tier
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.events import HostMemory, LoadLate
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Part, Request, RequestStatus

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import islice
 from math import lcm
 
+from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -35,6 +36,25 @@ def hash_granularity(layout: KVLayout) -> int:
                 f"block sizes of KV groups must be multiples of the smallest, {smallest} (got {group.block_size})"
             )
     return smallest
+
+
+def check_layout_fits(config: EngineConfig, layout: KVLayout) -> None:
+    """Raise ConfigError if a model that keeps no KV is to generate tokens, or to compute a part of a prompt."""
+    if layout.groups:
+        return
+    if config.model.generates:
+        raise ConfigError("a model without a KV cache cannot generate tokens")
+    if config.enable_chunked_prefill or config.long_prefill_token_threshold:
+        raise ConfigError(
+            "a model without a KV cache computes whole prompts: it needs enable_chunked_prefill False and "
+            f"long_prefill_token_threshold 0 (got {config.enable_chunked_prefill}, "
+            f"{config.long_prefill_token_threshold})"
+        )
+    if config.max_num_batched_tokens < config.max_model_len:
+        raise ConfigError(
+            "a model without a KV cache computes whole prompts: max_num_batched_tokens must be at least "
+            f"max_model_len, which is {config.max_model_len} (got {config.max_num_batched_tokens})"
+        )
 
 
 class KVCacheCoordinator(ABC):

@@ -7,7 +7,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.wire.codec import Codec
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed
-from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.reasons import WaitReason

@@ -1,7 +1,8 @@
 """Validation of the draft tokens that the workers proposed for a step."""
 
 from quire.protocol.wire.worker_messages import Proposed
-from quire.scheduler_proc.core.in_flight import InFlightStep, WorkerFault
+from quire.scheduler_proc.messages.results import WorkerFault
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.structured.backend import Masks
 
 

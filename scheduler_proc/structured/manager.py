@@ -11,7 +11,7 @@ from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import Proposed, SampleInputs
-from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.structured.backend import GrammarBusy
 from quire.scheduler_proc.structured.backends import check_backend

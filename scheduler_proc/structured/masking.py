@@ -9,7 +9,7 @@ import numpy as np
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.thinking import without_plain
 from quire.protocol.wire.worker_messages import SampleInputs
-from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.events import Fail, Hold, Release
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.backend import Masks

@@ -7,6 +7,7 @@ from quire.protocol.wire.front_end_messages import Ended
 from quire.scheduler_proc.costs.choice import LoadChoice
 from quire.scheduler_proc.features.programs.program_state import JOB_ID
 from quire.scheduler_proc.features.transfers import CHOICE
+from quire.scheduler_proc.requests.hooks import SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
 
 NO_CHOICE = LoadChoice("")
@@ -32,14 +33,14 @@ class Hit(NamedTuple):
         return self.choice.num_loaded(self.num_hit_tokens)
 
 
-class DecisionLog:
+class DecisionLog(SchedulerHooks):
     """SchedulerHooks that keep what they are called with, until the reader clears it.
 
     Attributes:
         hashes: (handle, first ``SHORT_HASH_BYTES`` bytes of the name) of each block that became full.
         ended_requests: endings of accepted requests.
         hits: admissions.
-        choices: (handle, parents) of beam searches that continue.
+        choices: (handle, parents) of requests that go on with other parts.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,8 @@ class DecisionLog:
         more = JOB_ID.of(request), CHOICE.of(request) or NO_CHOICE
         self.hits.append(Hit(request.handle, request.request_id, num_hit_tokens, *known, *more))
 
-    def beams_chosen(self, leader: int, parents: list[int]) -> None:
-        self.choices.append((leader, parents))
+    def continued(self, handle: int, parents: list[int]) -> None:
+        self.choices.append((handle, parents))
 
     def ended(self, ended: Ended) -> None:
         self.ended_requests.append(ended)

@@ -25,15 +25,15 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Calls
-from quire.scheduler_proc.core.outputs import OutputCollector
 from quire.scheduler_proc.core.scheduler import BareScheduler
-from quire.scheduler_proc.core.statistics import RecentDecisions
 from quire.scheduler_proc.features.beams.search import BeamSearch
 from quire.scheduler_proc.kv.block import FreeKVCacheBlockQueue, KVCacheBlock
 from quire.scheduler_proc.kv.block_map import BlockHashToBlockMap
 from quire.scheduler_proc.kv.block_metrics import BlockMetrics
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import KVEventRecorder
+from quire.scheduler_proc.messages.outputs import OutputCollector
+from quire.scheduler_proc.requests.decisions import RecentDecisions
 from quire.scheduler_proc.requests.repetition import RepetitionWatch
 from quire.scheduler_proc.requests.stop_table import StopTable
 from quire.scheduler_proc.scheduler import Scheduler

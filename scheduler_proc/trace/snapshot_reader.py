@@ -43,16 +43,19 @@ MakeTokens: TypeAlias = Callable[[Any, int, list[bytes]], TokenStore]
 
 _WITHOUT_PLACES = (dict, Counter, OrderedDict, set, frozenset, deque, FreeKVCacheBlockQueue)
 """New ones are made of these: what two of them have at the same place need not belong together."""
+_STATE = ("core.", "features.", "messages.steps", "requests.", "kv.", "costs.", "scheduler")
 _PACKAGES = (
     *(f"quire.protocol.{name}." for name in ("request", "wire", "model")),
-    *(f"quire.scheduler_proc.{name}" for name in ("core.", "features.", "requests.", "kv.", "costs.", "scheduler")),
+    *(f"quire.scheduler_proc.{name}" for name in _STATE),
 )
 """Those with the classes of the state: they have no side effects."""
 _RENAMED = {
     "choice.Choice": "choice.LoadChoice",
+    "drafting.NoDrafts": "drafting.DraftPolicy",
     "holds.Hold": "holds.BlockHold",
     "holds.BlockHold.tenant": "account",
-    "in_flight.InFlightStep.pooled": "without_tokens",
+    "in_flight.InFlightStep": "steps.InFlightStep",
+    "steps.InFlightStep.pooled": "without_tokens",
     "request.Request.leader": "part_of",
     "request.Request.tenant": "account",
     "releases.Line": "releases.ReleaseLine",
@@ -60,16 +63,19 @@ _RENAMED = {
     "search.Choice": "search.BeamChoice",
     "tools.Choice": "tools.KeepChoice",
     "turns.Turns": "turns.AdapterTurns",
+    "statistics.Counters": "decisions.Counters",
     "statistics.LoadCounts": "transfers.LoadCounts",
-    "step.StepRow.forked_from": "shares_with",
-    "step.StepRow.pools": "completes",
-    "step.StepRow.side_bytes": "",
+    "step.StepRow": "steps.StepRow",
+    "steps.StepRow.forked_from": "shares_with",
+    "steps.StepRow.pools": "completes",
+    "steps.StepRow.side_bytes": "",
     "tenants.TenantShares": "tenants.Tenants",
 }
 """Classes and fields in snapshots of an earlier Quire, with their names of today; empty for what is no state now."""
 _MOVED = {
     "scheduler.Scheduler._drafting": "drafts._policy",
     "request_table.RequestTable.rows": "tenants.rows",
+    "request_table.RequestTable._chosen": "beams._chosen",
     "results.Results.num_pooled": "core.num_without_tokens",
     "request.Request.draft_state": "drafts._states",
 }
@@ -81,8 +87,8 @@ _PARTS = {
 }
 """Fields that requests in snapshots of an earlier Quire had, and which are parts of them today (``Part``)."""
 _SHARED = {
-    *("_adapters", "_beams", "_cache", "_decisions", "_drafting", "_forks", "_kv", "_programs", "_results", "_stats"),
-    *("_suspects", "_tenants", "_transfers", "kv", "tenants", "_vocab_size", "_pooling"),
+    *("_adapters", "_beams", "_cache", "_decisions", "_drafting", "_forks", "_in_flight", "_kv", "_programs"),
+    *("_pooling", "_results", "_stats", "_suspects", "_tenants", "_transfers", "_vocab_size", "kv", "tenants"),
 }
 """Fields with which objects of an earlier Quire referred to settings, or to objects that have places of their own."""
 

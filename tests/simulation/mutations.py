@@ -16,12 +16,13 @@ from quire.launch.supervision import supervision_policy
 from quire.protocol import block_hash
 from quire.protocol.wire import channel, codec
 from quire.scheduler_proc import scheduler
-from quire.scheduler_proc.core import in_flight, planner, request_table, results, step
+from quire.scheduler_proc.core import in_flight, planner, results, step
 from quire.scheduler_proc.features import suspects, transfers
 from quire.scheduler_proc.features.adapters import adapter_state, slots, turns
 from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
+from quire.scheduler_proc.requests import request_table
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 
@@ -112,8 +113,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _bad_results_pass() -> Iterator[None]:
     """Apply results without checking handles, counts and step."""
     with (
-        mock.patch("quire.scheduler_proc.core.in_flight.StepsInFlight.check_handles", _nothing),
-        mock.patch("quire.scheduler_proc.core.in_flight.check_counts", _nothing),
+        mock.patch("quire.scheduler_proc.core.in_flight.check_handles", _nothing),
+        mock.patch("quire.scheduler_proc.messages.results.check_counts", _nothing),
         mock.patch.object(in_flight.StepsInFlight, "expected_step", lambda self, step: self.records[0]),
     ):
         yield

@@ -25,7 +25,7 @@ HEAVY = {"torch", "transformers", "triton"}
 
 IMPURE = {"asyncio", "concurrent", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random", "select"}
 IMPURE |= {"signal", "socket", "subprocess", "tempfile", "threading", "time", "zmq"}
-PURE = tuple(f"scheduler_proc/{folder}/" for folder in ("core", "features", "costs", "requests", "kv"))
+PURE = tuple(f"scheduler_proc/{folder}/" for folder in ("core", "features", "costs", "messages", "requests", "kv"))
 """Folders without a clock, socket, thread or file, which import none of those that use them."""
 CALLERS = tuple(f"quire.scheduler_proc.{folder}" for folder in ("process", "structured", "trace"))
 MOST_LINES_OF_A_FUNCTION = 80

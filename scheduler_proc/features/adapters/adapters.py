@@ -13,10 +13,11 @@ from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterLoaded, Lo
 from quire.protocol.wire.front_end_messages import AdapterCounts, EndReason, Rejected, Statistics
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Feature, Handler, Refusal
+from quire.scheduler_proc.core.feature import Feature, Handler
 from quire.scheduler_proc.features.adapters.adapter_state import ADAPTER, ADAPTER_NAME, AdapterState
 from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PATIENCE, AdapterSlots
 from quire.scheduler_proc.features.adapters.turns import AdapterTurns
+from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 

@@ -10,11 +10,12 @@ from quire.protocol.wire.front_end_messages import EndReason, Hypothesis
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.endings import Ending, Endings
-from quire.scheduler_proc.core.feature import Feature, Refusal
-from quire.scheduler_proc.core.in_flight import Sampled
+from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.features.beams.search import BeamChoice, BeamSearch, Candidates
 from quire.scheduler_proc.features.forks import Forks
+from quire.scheduler_proc.messages.arrivals import Refusal
+from quire.scheduler_proc.messages.results import Sampled
 from quire.scheduler_proc.requests.hooks import NO_HOOKS
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -86,6 +87,8 @@ class Beams(Feature):
         self._core, self._table, self._kv, self._forks = core, core.table, core.kv, forks
         self._groups: dict[int, BeamGroup] = {}
         """By handle of the leader."""
+        self._chosen: dict[int, int] = {}
+        """By handle, the tokens of beams on the workers, which they have not sampled and get with the next step."""
 
     def validate(self, event: Any, num_prompt_tokens: int) -> None:
         width, most = event.sampling.beam_width, self._core.config.max_num_seqs
@@ -138,7 +141,7 @@ class Beams(Feature):
     def _continue_search(self, group: BeamGroup, outcome: BeamChoice | SearchEnding) -> None:
         if isinstance(outcome, BeamChoice):
             self.advance(group, outcome)
-            self._core.hooks.beams_chosen(group.leader.handle, outcome.parents)
+            self._core.hooks.continued(group.leader.handle, outcome.parents)
             return
         self._core.outputs.hypotheses(group.leader, outcome.hypotheses)
         ending, counted = outcome.ending, outcome.num_output_tokens
@@ -163,7 +166,9 @@ class Beams(Feature):
                 self._drop(beam)
 
     def _continue(self, beam: Request, token: int) -> Request:
-        self._table.choose(beam, token)
+        beam.tokens.append(token)
+        if beam.on_worker:
+            self._chosen[beam.handle] = token
         beam.max_total_tokens = beam.num_tokens + 1
         if beam.handle in self._table.skipped_waiting and beam.wait_reason is WaitReason.BEAMS:
             self._table.release(beam)
@@ -243,8 +248,11 @@ class Beams(Feature):
         self._core.remove(beam, RequestStatus.FINISHED_ABORTED)
 
     def sending(self, plan: StepPlan, diff: SchedulerOutput) -> SchedulerOutput:
-        chosen = self._table.take_chosen()
+        chosen, self._chosen = list(self._chosen.items()), {}
         return msgspec.structs.replace(diff, chosen=chosen) if chosen else diff
+
+    def stopped(self, request: Request) -> None:
+        self._chosen.pop(request.handle, None)
 
     def check(self) -> None:
         """Raise AssertionError unless exactly the beams of searches have a leader, and all have the same length."""

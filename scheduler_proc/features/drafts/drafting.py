@@ -4,13 +4,12 @@ The input is recorded step times and acceptance only, so that a replay makes the
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.scheduler_proc.core.steady_decode import NEVER
 from quire.scheduler_proc.features.drafts import draft_state
 from quire.scheduler_proc.features.drafts.draft_state import Acceptance, DraftState
+from quire.scheduler_proc.requests.steady_decode import NEVER
 
 MAX_PROBE_INTERVAL = 1024
 LOOK_INTERVAL = 32
@@ -25,8 +24,8 @@ _SHARED_TRIALS = 1000.0
 _REMEMBERED_STEPS = 256.0
 
 
-class DraftPolicy(Protocol):
-    """Chooses numbers of drafts from the results of earlier drafts."""
+class DraftPolicy:
+    """Chooses numbers of drafts from the results of earlier drafts. This one chooses none."""
 
     def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
         """Return the number of drafts for each of ``states`` in ``step``.
@@ -36,19 +35,17 @@ class DraftPolicy(Protocol):
         Args:
             num_decoding: requests that decode in the step, including those in steady decode.
         """
-        ...
+        return [0] * len(states)
 
     def next_draft_step(self, state: DraftState) -> int:
         """Return the step in which the request may have drafts again; a past step if it may have some now."""
-        ...
+        return NEVER
 
     def drafts_sent(self, state: DraftState, step: int) -> None:
         """Record that ``step`` was sent with drafts for the request."""
-        ...
 
     def verified(self, state: DraftState, verified: int, accepted: int) -> None:
         """Record a result: ``verified`` drafts existed, ``accepted`` of them were accepted."""
-        ...
 
     def record_step_time(self, seconds: float, num_tokens: int, drafted: bool) -> None:
         """Record the duration of a step with ``num_tokens``.
@@ -60,29 +57,9 @@ class DraftPolicy(Protocol):
             seconds: 0 if it was not measured.
             drafted: at least one request could have drafts in the step.
         """
-        ...
 
 
-class NoDrafts:
-    """Policy without drafts, for engines without a proposer."""
-
-    def choose(self, states: Sequence[DraftState], num_decoding: int, step: int) -> Iterable[int]:
-        return [0] * len(states)
-
-    def next_draft_step(self, state: DraftState) -> int:
-        return NEVER
-
-    def drafts_sent(self, state: DraftState, step: int) -> None:
-        pass
-
-    def verified(self, state: DraftState, verified: int, accepted: int) -> None:
-        pass
-
-    def record_step_time(self, seconds: float, num_tokens: int, drafted: bool) -> None:
-        pass
-
-
-class MostDrafts(NoDrafts):
+class MostDrafts(DraftPolicy):
     """Policy that always requests the maximum number of drafts."""
 
     def __init__(self, most: int) -> None:
@@ -95,7 +72,7 @@ class MostDrafts(NoDrafts):
         return 0
 
 
-class DraftController:
+class DraftController(DraftPolicy):
     """Policy that maximizes tokens per second, with a cost model of steps that is fitted while they run.
 
     A draft is accepted with the request's probability p if all drafts before it were, so draft j gains p^j tokens. The
@@ -269,7 +246,7 @@ def make_draft_policy(config: EngineConfig) -> DraftPolicy:
     """Return the draft policy of the configuration."""
     most = config.num_speculative_tokens
     if not most:
-        return NoDrafts()
+        return DraftPolicy()
     if config.speculative is not None and config.speculative.adaptive:
         return DraftController(most)
     return MostDrafts(most)

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature
-from quire.scheduler_proc.core.in_flight import InFlightStep
-from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.features.drafts.draft_state import DraftState
 from quire.scheduler_proc.features.drafts.drafting import DraftPolicy, make_draft_policy
+from quire.scheduler_proc.messages.steps import InFlightStep, StepRow
 from quire.scheduler_proc.requests.request import Request
 
 

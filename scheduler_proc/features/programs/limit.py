@@ -1,15 +1,13 @@
 """The limit of programs: which programs keep their contexts in the KV pool between their turns."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from quire.protocol.config import EngineConfig
+from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.features.programs.program_state import IS_OVERDUE, PROGRAM, ProgramState
 from quire.scheduler_proc.features.programs.tools import PauseCounts
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Request, RequestStatus
-from quire.scheduler_proc.requests.step_clock import StepClock
+from quire.scheduler_proc.requests.request_queue import RequestQueue
 
 ADMIT_SHARE = 0.8
 """Share of the pool that the contexts of admitted programs may fill when another program is admitted."""
@@ -40,23 +38,6 @@ MAX_CANDIDATES = 16
 """Programs, the oldest ones, that are considered when there is room for another one."""
 
 
-class Cache(Protocol):
-    """What the limit needs of the KV cache."""
-
-    @property
-    def pins(self) -> Mapping[int, int]: ...
-    def num_blocks_for(self, num_tokens: int) -> int: ...
-    def unpin(self, pin: int) -> None: ...
-
-
-class Queue(Protocol):
-    """What the limit needs of the waiting queue."""
-
-    def rerank(self, request: Request) -> None: ...
-    def __contains__(self, request: Request) -> bool: ...
-    def __len__(self) -> int: ...
-
-
 class ProgramLimit:
     """Admits programs in the order of their first arrival while their contexts fit into the pool together.
 
@@ -82,27 +63,13 @@ class ProgramLimit:
         num_released: number of released programs by reason.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        waiting: Queue,
-        num_blocks: int,
-        config: EngineConfig,
-        clock: StepClock,
-        note: Callable[[Decision], None],
-    ) -> None:
-        """
-        Args:
-            num_blocks: usable blocks of the pool.
-            config: ``max_programs``: most programs to admit, of any size; 0: as many as fit.
-            note: called with each decision.
-        """
-        self._cache = cache
-        self._waiting = waiting
-        self._num_blocks = num_blocks
+    def __init__(self, core: Core) -> None:
+        config = core.config
+        self._cache, self._waiting, self._num_blocks = core.kv, core.table.waiting, core.kv.pool.num_usable_blocks
         self._max_programs = config.max_programs
+        """Most programs to admit, of any size; 0: as many as fit."""
         self._rows, self._budget = config.max_num_seqs, config.step_tokens
-        self._clock, self._note = clock, note
+        self._clock, self._note = core.clock, core.decisions.note
         self._admitted: dict[int, ProgramState] = {}
         self._sizes: dict[int, int] = {}
         self._candidates: list[int] = []
@@ -311,7 +278,7 @@ def is_admitted(request: Request) -> bool:
     return program is not None and program.is_admitted
 
 
-def _pop_waiting(line: dict[int, tuple[float, Request]], until: float, waiting: Queue) -> Request | None:
+def _pop_waiting(line: dict[int, tuple[float, Request]], until: float, waiting: RequestQueue) -> Request | None:
     """Remove and return the oldest request that has arrived by then and is not held; or None."""
     for handle, (arrived, request) in line.items():
         if arrived > until:

@@ -14,7 +14,7 @@ from quire.protocol.wire.front_end_messages import EndReason, Statistics
 from quire.scheduler_proc.costs.costs import Costs, Prefill
 from quire.scheduler_proc.features.programs.demand import Demand
 from quire.scheduler_proc.features.programs.program_state import PROGRAM, ProgramState
-from quire.scheduler_proc.features.programs.tools import MAX_TOOLS, KeepChoice, PauseEstimator, ToolPauses
+from quire.scheduler_proc.features.programs.tools import MAX_TOOLS, KeepChoice, ToolPauses
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.reasons import Decision
 from quire.scheduler_proc.requests.request import Request
@@ -65,17 +65,6 @@ class _Worth(NamedTuple):
     cost: float
 
 
-def make_estimator(config: EngineConfig) -> PauseEstimator:
-    """Return the estimator of ``--scheduling-policy continuum``.
-
-    Raises:
-        ConfigError: nothing could be kept with this configuration.
-    """
-    if not config.enable_prefix_caching:
-        raise ConfigError("--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept")
-    return ToolPauses()
-
-
 class Pins:
     """Decides for how long the blocks of a program are kept after a turn. With another policy, nothing is kept.
 
@@ -99,14 +88,17 @@ class Pins:
         clock: StepClock,
         note: Callable[[Decision], None],
     ) -> None:
-        """Raises ConfigError if no estimator can be made for this configuration."""
+        """Raises ConfigError if nothing could be kept with this configuration."""
         self.is_enabled = config.scheduling_policy == "continuum"
+        if self.is_enabled and not config.enable_prefix_caching:
+            text = "--scheduling-policy continuum needs --enable-prefix-caching: only cached blocks are kept"
+            raise ConfigError(text)
         self.now = 0.0
         self.pauses: dict[int, Pause] = {}
         self.ended: Counter[str] = Counter(dict.fromkeys(ENDS, 0))
         self.num_failures = 0
         self.chosen: dict[str, float] = {}
-        self._estimator = make_estimator(config) if self.is_enabled else ToolPauses()
+        self._estimator = ToolPauses()
         self._demand = Demand()
         self._mean_tokens = 0.0
         self._due: list[tuple[float, int]] = []

@@ -16,12 +16,13 @@ from quire.protocol.wire.front_end_messages import (
     Statistics,
 )
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.core.feature import Feature, Handler, Refusal, Reserve
+from quire.scheduler_proc.core.feature import Feature, Handler, Reserve
 from quire.scheduler_proc.costs.costs import Costs
 from quire.scheduler_proc.features.programs.limit import ProgramLimit, is_admitted
 from quire.scheduler_proc.features.programs.match import Matcher
 from quire.scheduler_proc.features.programs.pins import Pins
 from quire.scheduler_proc.features.programs.program_state import IS_OVERDUE, JOB_ID, PROGRAM, ProgramState
+from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.requests.events import Clock
 from quire.scheduler_proc.requests.reasons import PreemptReason, WaitReason
 from quire.scheduler_proc.requests.request import Request
@@ -54,7 +55,7 @@ class Programs(Feature):
         self.pins = Pins(config, kv, costs, core.clock, note)
         self.limit: ProgramLimit | None = None
         if config.scheduling_policy == "program":
-            self.limit = ProgramLimit(kv, core.table.waiting, kv.pool.num_usable_blocks, config, core.clock, note)
+            self.limit = ProgramLimit(core)
         self.is_enabled = config.uses_programs
         if config.scheduling_policy in ("program", "continuum"):
             core.table.waiting.rank = self._rank

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 DEFAULT_S = 2.0
 """Seconds for which blocks are kept while too little is known: about what a tool that reads a file takes."""
@@ -31,31 +31,6 @@ class KeepChoice(NamedTuple):
     seconds: float
     probability: float = 0.0
     num_pauses: int = 0
-
-
-class PauseEstimator(Protocol):
-    """Learns pauses, and chooses for how long blocks are kept."""
-
-    def ended(self, tool: str, seconds: float, *, was_late: bool) -> None:
-        """Learn a pause that has ended. ``was_late``: ``late`` was called for it."""
-        ...
-
-    def late(self, tool: str) -> None:
-        """Note that a pause lasts longer than the blocks were kept for it; it may never end."""
-        ...
-
-    def choose(self, tool: str, benefit: float, cost: float) -> KeepChoice:
-        """Return the time for which the expected benefit exceeds the expected cost by most.
-
-        Args:
-            benefit: seconds that a hit saves.
-            cost: seconds that each second costs for which the blocks are kept.
-        """
-        ...
-
-    def tools(self) -> list[str]:
-        """Return the names of the tools with enough pauses, those called last at the end."""
-        ...
 
 
 class PauseCounts:
@@ -87,7 +62,7 @@ class PauseCounts:
             self.total = sum(self._counts) + self._num_open
 
     def best(self, benefit: float, cost: float) -> KeepChoice:
-        """See ``PauseEstimator.choose``. There must be a pause."""
+        """See ``ToolPauses.choose``. There must be a pause."""
         best, choice = 0.0, KeepChoice(0.0, 0.0, self.total)
         counts, total = self._counts, self.total + NUM_ENDLESS
         num_ended, held, start = 0.0, 0.0, 0.0
@@ -115,21 +90,32 @@ class PauseCounts:
 
 
 class ToolPauses:
-    """Learns the pauses of each tool. While a tool has few, those of all tools count."""
+    """Learns the pauses of each tool, and chooses for how long blocks are kept.
+
+    While a tool has few pauses, those of all tools count.
+    """
 
     def __init__(self) -> None:
         self._all = PauseCounts()
         self._tools: dict[str, PauseCounts] = {}
 
     def ended(self, tool: str, seconds: float, *, was_late: bool) -> None:
+        """Learn a pause that has ended. ``was_late``: ``late`` was called for it."""
         for counts in (self._all, self._counts(tool)):
             counts.add(seconds, was_late=was_late)
 
     def late(self, tool: str) -> None:
+        """Note that a pause lasts longer than the blocks were kept for it; it may never end."""
         for counts in (self._all, self._counts(tool)):
             counts.add_open()
 
     def choose(self, tool: str, benefit: float, cost: float) -> KeepChoice:
+        """Return the time for which the expected benefit exceeds the expected cost by most.
+
+        Args:
+            benefit: seconds that a hit saves.
+            cost: seconds that each second costs for which the blocks are kept.
+        """
         own = self._tools.get(tool)
         counts = self._all if own is None or own.total < MIN_PAUSES else own
         if counts.total < MIN_PAUSES:
@@ -145,4 +131,5 @@ class ToolPauses:
         return counts
 
     def tools(self) -> list[str]:
+        """Return the names of the tools with enough pauses, those called last at the end."""
         return [name for name, counts in self._tools.items() if counts.total >= MIN_PAUSES]

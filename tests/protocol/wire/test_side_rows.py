@@ -16,7 +16,7 @@ from quire.protocol.wire.front_end_messages import AddRequest, SchedulerToFrontE
 from quire.protocol.wire.logprobs import TokenLogprobs
 from quire.protocol.wire.side_rows import LOGPROBS, SIDE_KINDS, RowsOf, SideKind, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, WorkerToScheduler
-from quire.scheduler_proc.core.in_flight import WorkerFault
+from quire.scheduler_proc.messages.results import WorkerFault
 
 ROWS = RowsOf.POSITIONS
 MADE_UP = SideKind(9, "made-up rows", ROWS, "routed_experts", 1, (True,), lambda *_: 2, lambda rows: rows[0])

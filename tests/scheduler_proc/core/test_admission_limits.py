@@ -10,8 +10,8 @@ from scheduler_driver import Driver, expected_tokens, make_config
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import MAX_SALT_LENGTH, SamplingParams
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason
-from quire.scheduler_proc.core.feature import Refusal
 from quire.scheduler_proc.features.routed_experts import routed_row_bytes
+from quire.scheduler_proc.messages.arrivals import Refusal
 
 VOCAB = 300
 CONTEXT = 64

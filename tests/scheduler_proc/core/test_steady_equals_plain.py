@@ -10,10 +10,9 @@ from log_replay import plain_scheduler, replay
 from scheduler_driver import Driver
 from tiers import thinned
 
-from quire.scheduler_proc.core.decode_blocks import SteadyBlockAllocator
-from quire.scheduler_proc.core.steady_decode import SteadyDecode
-from quire.scheduler_proc.core.step import NewBlocks
+from quire.scheduler_proc.kv.decode_blocks import NewBlocks, SteadyBlockAllocator
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.steady_decode import SteadyDecode
 
 RUNS = [("seven groups", 0, 0), ("full", 3, 0), ("full", 0, 3)]
 MORE = [(layout, drafts, tenants) for layout in LAYOUTS for drafts in (0, 3) for tenants in (0, 3)]

@@ -39,7 +39,7 @@ class Engines:
             _, at = heapq.heappop(self._free)
             queue = self.queues[at]
             for tenant in tenants[at]:
-                if tenant not in queue.tenants:
+                if tenant not in queue.accounts:
                     self._num_requests += 1
                     queue.add_request(waiting_request(self._num_requests, tenant))
             request = queue.peek_request()

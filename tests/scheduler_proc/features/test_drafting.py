@@ -13,8 +13,8 @@ from quire.scheduler_proc.features.drafts.draft_state import PROBE_INTERVAL, Acc
 from quire.scheduler_proc.features.drafts.drafting import (
     MAX_PROBE_INTERVAL,
     DraftController,
+    DraftPolicy,
     MostDrafts,
-    NoDrafts,
     StepTimes,
     make_draft_policy,
 )
@@ -259,7 +259,7 @@ MODEL = ModelConfig(
 
 
 @pytest.mark.parametrize(
-    ("most", "adaptive", "kind"), [(0, True, NoDrafts), (3, False, MostDrafts), (3, True, DraftController)]
+    ("most", "adaptive", "kind"), [(0, True, DraftPolicy), (3, False, MostDrafts), (3, True, DraftController)]
 )
 def test_configuration_selects_the_policy(most: int, adaptive: bool, kind: type) -> None:
     speculative = SpeculativeConfig(method="ngram", adaptive=adaptive) if most else None

@@ -6,18 +6,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+import numpy as np
 import pytest
 from fake_adapters import adapter_ref
 from keyframed_runs import keyframe_of, tails
 from log_replay import replay
 from scheduler_driver import Driver
 
+from quire.protocol.wire.side_rows import SIDE_KINDS, RowsOf, SideKind, SideRows
+from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc import scheduler as scheduler_module
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.core.planner import Planner
-from quire.scheduler_proc.core.step import StepPlan, StepRow
+from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.features.adapters.adapters import Adapters
+from quire.scheduler_proc.messages.results import Sampled
+from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace import snapshot_reader
@@ -76,8 +82,12 @@ def test_without_versions_of_features_the_memo_is_stale(monkeypatch: pytest.Monk
     assert set(wrong) == {(WaitReason.MAX_NUM_SEQS, WaitReason.ADAPTER)}
 
 
+MADE_UP = SideKind(9, "made-up rows", RowsOf.PROMPT, "made_up", 1, (True,), lambda *_: 1, lambda rows: rows[0])
+
+
 class Thirds(Feature):
-    """A capability that was made up: each third request waits for two steps, and a step has room for two new ones."""
+    """A capability that was made up: each third request waits for two steps, a step has room for two new ones, and each
+    request gets a row beside its tokens."""
 
     name = "thirds"
     reason = WaitReason.STREAMING
@@ -137,7 +147,26 @@ def test_a_made_up_feature_needs_no_edit_of_the_core(seed: int, monkeypatch: pyt
         scheduler_module.Scheduler, "make_features", lambda self, core: (*make_features(self, core), Thirds(core))
     )
     monkeypatch.setattr(snapshot_reader, "_PACKAGES", (*snapshot_reader._PACKAGES, __name__))
+    monkeypatch.setitem(SIDE_KINDS, MADE_UP.number, MADE_UP)
     driver = Driver(num_blocks=60, max_num_batched_tokens=64)
+    asked, got = set[str](), list[str]()
+    results, outputs = driver.scheduler.results, driver.scheduler.core.outputs
+    update, sampled = results.update_from_output, outputs.sampled
+
+    def with_rows(output: ModelRunnerOutput) -> None:
+        """Add the row of each new request to a result, as a worker would."""
+        step = driver.scheduler.in_flight.records[0]
+        new = [r for r in step.requests().values() if r.request_id not in asked]
+        asked.update(request.request_id for request in new)
+        rows = SideRows.of(MADE_UP, ((r.handle, 1, [np.full((1, 1), r.handle, np.int32)]) for r in new))
+        update(msgspec.structs.replace(output, side=rows))
+
+    def passed_on(result: Sampled, cut: Any, owners: Any) -> None:
+        got.extend(f"{owner}" for clients in owners for owner in clients)
+        sampled(result, cut, owners)
+
+    monkeypatch.setattr(results, "update_from_output", with_rows)
+    monkeypatch.setattr(outputs, "sampled", passed_on)
     rng = random.Random(seed)
 
     def burst(name: str) -> None:
@@ -150,6 +179,7 @@ def test_a_made_up_feature_needs_no_edit_of_the_core(seed: int, monkeypatch: pyt
     burst("after")
     thirds: Any = vars(driver.scheduler)["thirds"]
     assert thirds.num_held == 6 and thirds.most_new == 2 and not thirds.free_at
+    assert got == ["0"] * len(asked) and len(asked) == 18, "each request has a row, which its client gets"
     (tail,) = tails(driver)
     assert replay(driver.header, list(driver.log)) is None
     assert replay(driver.header, tail, check=True) is None

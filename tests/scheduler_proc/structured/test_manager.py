@@ -12,7 +12,7 @@ from grammar_manager_case import Case, arrival, constrained, ready, sample_input
 from quire.protocol.errors import ConfigError
 from quire.protocol.request.grammar_checks import GrammarRefused
 from quire.protocol.wire.worker_messages import Proposed
-from quire.scheduler_proc.core.in_flight import WorkerFault
+from quire.scheduler_proc.messages.results import WorkerFault
 from quire.scheduler_proc.requests.events import Refuse, Release
 from quire.scheduler_proc.requests.request import RequestStatus
 from quire.scheduler_proc.requests.tokens import Tokens

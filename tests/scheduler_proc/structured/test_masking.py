@@ -9,7 +9,7 @@ from grammar_cases import EOS
 from grammar_manager_case import PROMPT, Case, arrival, constrained, ready, sample_inputs, step_of
 
 from quire.protocol.wire.front_end_messages import AddRequest
-from quire.scheduler_proc.core.in_flight import InFlightStep
+from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.events import Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.structured.limits import (

@@ -14,8 +14,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.front_end_messages import AddRequest
 from quire.protocol.wire.worker_messages import SampleInputs
-from quire.scheduler_proc.core.in_flight import InFlightStep
-from quire.scheduler_proc.core.step import StepRow
+from quire.scheduler_proc.messages.steps import InFlightStep, StepRow
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.requests.tokens import Tokens
 from quire.scheduler_proc.structured.drafts import Proposed

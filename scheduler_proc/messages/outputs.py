@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from quire.protocol.wire.front_end_messages import Ended, EndReason, Hypothesis, Introduced, StepOutputs
 from quire.protocol.wire.side_rows import SIDE_KINDS, RowsOf, SideRows
-from quire.scheduler_proc.core.in_flight import Sampled
+from quire.scheduler_proc.messages.results import Sampled
 from quire.scheduler_proc.requests.request import Request
 
 _Mask = npt.NDArray[np.bool_]

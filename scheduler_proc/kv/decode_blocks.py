@@ -2,14 +2,36 @@
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple, Protocol
 
 from quire.protocol.block_hash import group_suffix
-from quire.scheduler_proc.core.step import NewBlocks
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.manager import CacheRequest, KVCacheManager
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
-from quire.scheduler_proc.requests.request import Request
+
+
+class NewBlocks(NamedTuple):
+    """Blocks to append to the tables of requests: parallel lists, in the order of requests and then of groups."""
+
+    handles: list[int]
+    block_ids: list[int]
+    groups: list[int]
+
+    def extend(self, other: "NewBlocks") -> None:
+        for column, added in zip(self, other, strict=True):
+            column += added
+
+    def remove(self, handle: int) -> None:
+        kept = [at for at, other in enumerate(self.handles) if other != handle]
+        for column in self:
+            column[:] = [column[at] for at in kept]
+
+
+class SteadyRequest(CacheRequest, Protocol):
+    """The view of a request in steady decode. ``tables``: its blocks by group."""
+
+    tables: Sequence[list[KVCacheBlock]]
 
 
 class SteadyBlockAllocator:
@@ -45,7 +67,7 @@ class SteadyBlockAllocator:
         # preempt.
         return count * len(self._tables) <= self._pool.num_free_blocks
 
-    def join(self, request: Request) -> int:
+    def join(self, request: SteadyRequest) -> int:
         """Prepare a request that joins steady decode. Returns the number of positions left in its blocks.
 
         It can exceed one block, after allocations for drafts that were rejected.
@@ -55,7 +77,7 @@ class SteadyBlockAllocator:
         ends = [len(blocks) * manager.block_size for blocks, manager in zip(request.tables, managers, strict=True)]
         return min(ends) - request.num_computed_tokens
 
-    def allocate(self, requests: Sequence[Request]) -> NewBlocks:
+    def allocate(self, requests: Sequence[SteadyRequest]) -> NewBlocks:
         """Allocate the next block of each request in each group that needs one, after the windows' releases."""
         if not self._is_regular:
             return self._allocate_one_by_one(requests)
@@ -76,7 +98,7 @@ class SteadyBlockAllocator:
             new.extend(self._allocate_one_by_one(rest))
         return new
 
-    def _take(self, requests: Sequence[Request]) -> list[KVCacheBlock]:
+    def _take(self, requests: Sequence[SteadyRequest]) -> list[KVCacheBlock]:
         """Free blocks that windows have left, and take a new block per group, for the first requests or for all."""
         pool, num_groups = self._pool, len(self._tables)
         if not pool.is_fair:
@@ -92,7 +114,7 @@ class SteadyBlockAllocator:
             taken += pool.get_new_blocks(num_groups)
         return taken
 
-    def _skip(self, requests: Sequence[Request]) -> int:
+    def _skip(self, requests: Sequence[SteadyRequest]) -> int:
         """Free the block that each request's window has left, if any. Returns the number of requests handled.
 
         It stops at a request that frees several blocks (after a prefill; it is usually the last), or one without
@@ -123,7 +145,7 @@ class SteadyBlockAllocator:
         self._pool.free_blocks(freed)
         return count
 
-    def _allocate_one_by_one(self, requests: Sequence[Request]) -> NewBlocks:
+    def _allocate_one_by_one(self, requests: Sequence[SteadyRequest]) -> NewBlocks:
         handles, block_ids, groups = new = NewBlocks([], [], [])
         for request in requests:
             allocated = self._kv.allocate_slots(request, 1)
@@ -134,7 +156,7 @@ class SteadyBlockAllocator:
                 groups += [group] * len(blocks)
         return new
 
-    def cache(self, requests: Sequence[Request]) -> None:
+    def cache(self, requests: Sequence[SteadyRequest]) -> None:
         """Publish the hashes of the blocks that were filled before the newly allocated ones."""
         if not requests or not self._pool.enable_caching:
             return
@@ -145,11 +167,11 @@ class SteadyBlockAllocator:
         if self._pool.events is not None and self._pool.events.describes:
             self._describe(requests, self._pool.events)
         num_cached, several = self._num_cached[0], len(self._suffixes) > 1
-        filled: list[tuple[Request, int]] = []
+        filled: list[tuple[SteadyRequest, int]] = []
         blocks: list[KVCacheBlock] = []
         keys: list[bytes] = []
         for request in requests:
-            handle, held, hashes = request.handle, request.tables[0], request.tokens.block_hashes
+            handle, held, hashes = request.handle, request.tables[0], request.block_hashes
             end = min(len(held), len(hashes))  # with block size 1, the new block is full already
             for index in range(num_cached.get(handle, 0), end):  # usually one block
                 blocks.append(held[index])
@@ -168,7 +190,7 @@ class SteadyBlockAllocator:
             blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
         self._pool.cache_full_blocks(blocks, keys)
 
-    def _describe(self, requests: Sequence[Request], events: KVEventRecorder) -> None:
+    def _describe(self, requests: Sequence[SteadyRequest], events: KVEventRecorder) -> None:
         for request in requests:
             first = self._num_cached[0].get(request.handle, 0)
             end = min(len(request.tables[0]), len(request.block_hashes))

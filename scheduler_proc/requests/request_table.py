@@ -1,20 +1,37 @@
 """Request table: the state of each request (waiting, held, running, leaving), and all transitions."""
 
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from typing import Protocol
 
 from quire.protocol.config import EngineConfig
-from quire.scheduler_proc.core.feature import Calls
-from quire.scheduler_proc.core.in_flight import StepsInFlight
-from quire.scheduler_proc.core.steady_decode import SteadyDecode
-from quire.scheduler_proc.core.step import StepRow
 from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.requests.handles import HandlePool
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 from quire.scheduler_proc.requests.request_queue import OUTPUT_WEIGHT, RequestQueue
+from quire.scheduler_proc.requests.steady_decode import SteadyDecode
 from quire.scheduler_proc.requests.stop_table import StopTable
 
 _by_order = attrgetter("order")
+
+
+class TableFeature(Protocol):
+    """The view of a feature that the table calls, as of ``Feature``."""
+
+    def added(self, request: Request) -> None: ...
+    def started(self, request: Request) -> None: ...
+    def stopped(self, request: Request) -> None: ...
+    def can_run(self, request: Request) -> bool: ...
+
+
+class TableCalls:
+    """The features that have each of these hooks."""
+
+    added: Sequence[TableFeature] = ()
+    started: Sequence[TableFeature] = ()
+    stopped: Sequence[TableFeature] = ()
+    can_run: Sequence[TableFeature] = ()
 
 
 class RequestTable:
@@ -33,8 +50,14 @@ class RequestTable:
     """
 
     def __init__(
-        self, policy: str, steady_decode: SteadyDecode, in_flight: StepsInFlight, vocab_size: int, calls: Calls
+        self,
+        policy: str,
+        steady_decode: SteadyDecode,
+        vocab_size: int,
+        calls: TableCalls,
+        left_steady: Callable[[Request], None],
     ) -> None:
+        """``left_steady``: called with a request that has left steady decode."""
         self.requests: dict[tuple[int, str], Request] = {}
         self.waiting = RequestQueue(policy)
         self.skipped_waiting: dict[int, Request] = {}
@@ -42,12 +65,10 @@ class RequestTable:
         self.unsteady: dict[int, Request] = {}
         self.leaving: dict[int, Request] = {}
         self.steady_decode = steady_decode
-        self._in_flight = in_flight
-        self._calls = calls
+        self._calls, self._left_steady = calls, left_steady
         self.stops = StopTable(vocab_size)
         self.handles = HandlePool()
         self._removed: list[int] = []
-        self._chosen: dict[int, int] = {}
         self._retired: list[int] = []
         self._num_retired_in_flight = 0
         self.last_number = self._num_admitted = 0
@@ -103,15 +124,7 @@ class RequestTable:
         if request.is_steady:
             self.steady_decode.leave(request)
             self.unsteady[request.handle] = request
-            for record in self._in_flight.records:
-                if record.step > request.joined_step:
-                    record.rows[request.handle] = StepRow(request, 1, (), samples=True)
-
-    def choose(self, request: Request, token: int) -> None:
-        """Append a token to a running request that the workers have not sampled; they get it with the next step."""
-        request.tokens.append(token)
-        if request.on_worker:
-            self._chosen[request.handle] = token
+            self._left_steady(request)
 
     def move_to_leaving(self) -> None:
         """Move the running requests that need no more steps to ``leaving``; only their last results are missing.
@@ -184,11 +197,6 @@ class RequestTable:
         removed, self._removed = self._removed, []
         return removed
 
-    def take_chosen(self) -> list[tuple[int, int]]:
-        """Return and clear the (handle, token) that replace sampled tokens on the workers."""
-        chosen, self._chosen = list(self._chosen.items()), {}
-        return chosen
-
     def take_retired(self) -> list[int]:
         """Return and clear the handles of ended requests; ``release_handles`` them when the next diff is answered."""
         retired, self._retired = self._retired, []
@@ -217,7 +225,6 @@ class RequestTable:
             feature.stopped(request)
         if request.on_worker:
             self._removed.append(request.handle)
-            self._chosen.pop(request.handle, None)
             request.on_worker = request.parked = False
 
     def check(self) -> None:
@@ -238,10 +245,6 @@ class RequestTable:
             if places[0]:
                 assert (handle in self.unsteady) != (handle in self.steady_decode.batch), f"{request!r}: steady state"
                 assert (handle in self.steady_decode.batch) == request.is_steady
-        named = {request.handle: request for request in self.requests.values()}
-        for record in self._in_flight.records:
-            for handle, request in record.requests().items():
-                assert named.get(handle, request) is request, f"handle {handle} refers to two requests"
         assert len(self.requests) == len(self.running) + self.num_waiting + len(self.leaving)
         assert len(self.running) == len(self.unsteady) + len(self.steady_decode)
         orders = [r.order for r in self.running.values()]
@@ -250,7 +253,9 @@ class RequestTable:
         assert self.handles.num_taken == len(self.requests) + retired, "a handle leaked"
 
 
-def check_requests(table: RequestTable, kv: KVCacheManager, config: EngineConfig) -> None:
+def check_requests(
+    table: RequestTable, kv: KVCacheManager, config: EngineConfig, steps: Iterable[dict[int, Request]]
+) -> None:
     """Raise AssertionError unless counters are within limits, and exactly the running requests hold blocks."""
     requests = table.requests.values()
     for request in requests:
@@ -266,3 +271,7 @@ def check_requests(table: RequestTable, kv: KVCacheManager, config: EngineConfig
     live = {r.handle for r in requests}
     for manager in kv.coordinator.managers:
         assert manager.req_to_blocks.keys() <= live, "blocks are held by requests that have ended"
+    named = {request.handle: request for request in requests}
+    for step in steps:
+        for handle, request in step.items():
+            assert named.get(handle, request) is request, f"handle {handle} refers to two requests"
