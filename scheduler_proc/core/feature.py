@@ -67,11 +67,13 @@ class Feature:
 
     Attributes:
         name: attribute of the Scheduler.
+        policies: scheduling policies whose rank of requests the feature sets (``RequestQueue.rank``).
         is_enabled: False if no request of this engine can need it: then only ``Calls.ALWAYS`` are called, so that
             steps do not pay for what they do not have.
     """
 
     name = ""
+    policies: tuple[str, ...] = ()
     is_enabled = True
 
     def consumes(self) -> Mapping[type, Handler]:

@@ -159,7 +159,8 @@ class Results:
 
         ``latest``: the last tokens by handle. Returns how many tokens count, by position, where it is not all.
         """
-        batch, cut = self.steady_decode.batch, dict[int, int]()
+        batch = self.steady_decode.batch
+        cut: dict[int, int] = {}
         may_end = answer.endings.candidates(answer.sampled)
         if not plain and not may_end:
             return cut

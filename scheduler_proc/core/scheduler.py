@@ -6,10 +6,12 @@ only need one token per step are in steady decode (steady_decode.py). What else 
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 
 import msgspec
 
 from quire.protocol.config import EngineConfig
+from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.front_end_messages import (
     Abort,
@@ -40,6 +42,7 @@ from quire.scheduler_proc.requests.decisions import Counters, RecentDecisions
 from quire.scheduler_proc.requests.events import Consumed, Fail, Hold, Refuse, Release
 from quire.scheduler_proc.requests.hooks import NO_HOOKS, SchedulerHooks
 from quire.scheduler_proc.requests.request import Request
+from quire.scheduler_proc.requests.request_queue import POLICIES
 from quire.scheduler_proc.requests.request_table import RequestTable, check_requests
 from quire.scheduler_proc.requests.steady_decode import NEVER, SteadyDecode
 
@@ -107,6 +110,9 @@ class BareScheduler:
         self.features = tuple(self.make_features(core))
         for feature in self.features:
             setattr(self, feature.name, feature)
+        known = [*POLICIES, *chain.from_iterable(feature.policies for feature in self.features)]
+        if policy not in known:
+            raise ConfigError(f"scheduling_policy must be one of {', '.join(known)} (got {policy!r})")
         calls.subscribe(self.features)
         self.planner = self.make_planner(core)
         self.results = Results(core)

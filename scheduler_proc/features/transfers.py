@@ -226,11 +226,11 @@ class Transfers(Feature):
         load.request, self._loading[request.handle] = request, load
         self.costs.num_avoided = 0
 
-    def _load(self, found: FoundContents, choice: LoadChoice, tenant: int) -> Load:
+    def _load(self, found: FoundContents, choice: LoadChoice, account: int) -> Load:
         kv = self._kv
         # The hits on the device are held with the targets: they come before what is loaded, which would be useless
         # without them.
-        hold, targets = kv.holds.hold_targets(found.cached, len(found.pages), tenant)
+        hold, targets = kv.holds.hold_targets(found.cached, len(found.pages), account)
         tiers, pages = zip(*found.pages, strict=True)
         for tier in kv.tiers:
             # A page that is read must not be filled with another content meanwhile.

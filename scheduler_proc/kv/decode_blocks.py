@@ -28,10 +28,19 @@ class NewBlocks(NamedTuple):
             column[:] = [column[at] for at in kept]
 
 
+class HashedTokens(Protocol):
+    """The view of a token store. ``block_hashes``: of its full blocks."""
+
+    block_hashes: list[bytes]
+
+
 class SteadyRequest(CacheRequest, Protocol):
     """The view of a request in steady decode. ``tables``: its blocks by group."""
 
     tables: Sequence[list[KVCacheBlock]]
+
+    @property
+    def tokens(self) -> HashedTokens: ...
 
 
 class SteadyBlockAllocator:
@@ -171,7 +180,7 @@ class SteadyBlockAllocator:
         blocks: list[KVCacheBlock] = []
         keys: list[bytes] = []
         for request in requests:
-            handle, held, hashes = request.handle, request.tables[0], request.block_hashes
+            handle, held, hashes = request.handle, request.tables[0], request.tokens.block_hashes
             end = min(len(held), len(hashes))  # with block size 1, the new block is full already
             for index in range(num_cached.get(handle, 0), end):  # usually one block
                 blocks.append(held[index])

@@ -47,6 +47,7 @@ class Programs(Feature):
     """
 
     name = "programs"
+    policies = ("program", "continuum")
 
     def __init__(self, core: Core, costs: Costs) -> None:
         """Raises ConfigError if the policy does not fit the other settings."""
@@ -57,7 +58,7 @@ class Programs(Feature):
         if config.scheduling_policy == "program":
             self.limit = ProgramLimit(core)
         self.is_enabled = config.uses_programs
-        if config.scheduling_policy in ("program", "continuum"):
+        if config.scheduling_policy in self.policies:
             core.table.waiting.rank = self._rank
         self.now = 0.0
         self._later_tokens = 0, 0
