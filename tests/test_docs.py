@@ -1,5 +1,6 @@
 """The pages that list flags and sampling parameters are those of the declarations."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,3 +27,13 @@ def test_each_flag_is_documented() -> None:
         for name in options.__struct_fields__:
             if name != "model":
                 assert f"--{name.replace('_', '-')}" in page, name
+
+
+def test_three_files_name_the_same_minutes_for_make_test() -> None:
+    places = {
+        "README.md": r"`make test` takes about (\d+) minutes",
+        "Makefile": r"default tests \(about (\d+) minutes",
+        "CONTRIBUTING.md": r"\| `make test` \|[^|]*\| about (\d+) minutes",
+    }
+    found = [re.findall(form, " ".join((ROOT / file).read_text().split())) for file, form in places.items()]
+    assert len(found[0]) == 1 and found == [found[0]] * 3
