@@ -42,6 +42,8 @@ class Served(FaultServer):
 
         def is_idle() -> bool:
             found.update(self.metrics())
+            if "quire:num_requests_running" not in found:  # the scheduler has not answered in time
+                return False
             idle = found["quire:num_requests_running"] == found["quire:num_requests_waiting"] == 0
             return idle and found["quire:num_free_blocks"] == found["quire:num_usable_blocks"]
 
