@@ -11,7 +11,6 @@ from quire.protocol.model.config_fields import read_json
 SUMS = "SHA256SUMS"
 JSON = "checksums.json"
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](?:\./)?(.+)")
-_CHUNK_BYTES = 1 << 22
 
 
 def verify_checksums(folder: Path, files: Iterable[Path]) -> int:
@@ -64,11 +63,8 @@ def _read_sums(folder: Path) -> dict[str, str]:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     try:
         with file.open("rb") as opened:
-            while chunk := opened.read(_CHUNK_BYTES):
-                digest.update(chunk)
+            return hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from None
-    return digest.hexdigest()

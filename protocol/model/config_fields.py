@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.protocol.errors import ConfigError, printable
 
 MAX_JSON_BYTES = 64 * 2**20
+
+Value = TypeVar("Value", dict[str, Any], list[Any])
 
 
 class Fields:
@@ -81,10 +83,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not a JSON object, or larger than MAX_JSON_BYTES.
     """
-    raw = _read_value(path)
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return raw
+    return _read_value(path, dict, "object")
 
 
 def read_json_list(path: Path) -> list[Any]:
@@ -93,19 +92,19 @@ def read_json_list(path: Path) -> list[Any]:
     Raises:
         ConfigError: the file is not a JSON array, or larger than MAX_JSON_BYTES.
     """
-    raw = _read_value(path)
-    if not isinstance(raw, list):
-        raise ConfigError(f"{path}: must hold a JSON array")
-    return raw
+    return _read_value(path, list, "array")
 
 
-def _read_value(path: Path) -> Any:
+def _read_value(path: Path, kind: type[Value], named: str) -> Value:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{path}: has more than {MAX_JSON_BYTES} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, kind):
+        raise ConfigError(f"{path}: must hold a JSON {named}")
+    return raw
 
 
 def token_ids(value: Any, where: str) -> list[int]:
