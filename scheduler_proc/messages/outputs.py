@@ -1,6 +1,7 @@
 """Step outputs for the front ends: collects all that a step has for a client into one message."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +14,15 @@ from quire.scheduler_proc.requests.request import Request
 _Mask = npt.NDArray[np.bool_]
 
 
+@dataclass(slots=True)
 class _ClientOutputs:
     """The part of one client in a step."""
 
-    __slots__ = ("ended", "hypotheses", "introduced", "sampled", "side")
-
-    def __init__(self) -> None:
-        self.introduced: list[Introduced] = []
-        self.ended: list[Ended] = []
-        self.sampled: tuple[Sampled, _Mask | None] | None = None
-        self.side: list[SideRows] = []
-        self.hypotheses: list[tuple[int, list[Hypothesis]]] = []
+    introduced: list[Introduced] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    sampled: tuple[Sampled, _Mask | None] | None = None
+    side: list[SideRows] = field(default_factory=list)
+    hypotheses: list[tuple[int, list[Hypothesis]]] = field(default_factory=list)
 
 
 class OutputCollector:

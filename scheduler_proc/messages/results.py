@@ -166,23 +166,12 @@ def check_side(
 
     The shapes of all are checked first. ``due``: by handle, of the requests that generate nothing.
     """
-    if (fault := _side_fault(record, result, handles, model, due)) is not None:
-        _fault(result, fault)
-
-
-def _side_fault(
-    record: InFlightStep,
-    result: ModelRunnerOutput,
-    handles: Int32,
-    model: ModelConfig,
-    due: dict[int, DueRows | None],
-) -> str | None:
     if len({rows.kind for rows in result.side}) < len(result.side):
-        return "two parts of one kind beside the tokens"
+        _fault(result, "two parts of one kind beside the tokens")
     lost = _lost(result)
     for rows in result.side:
         if (fault := rows.shape_error()) is not None:
-            return f"{SIDE_KINDS[rows.kind].name if rows.kind in SIDE_KINDS else 'rows'}: {fault}"
+            _fault(result, f"{SIDE_KINDS[rows.kind].name if rows.kind in SIDE_KINDS else 'rows'}: {fault}")
         kind = SIDE_KINDS[rows.kind]
         # The only loop over requests in steady decode, for those with log probabilities.
         counts = _num_tokens(handles, result.counts) if kind.rows is RowsOf.TOKENS else None
@@ -191,23 +180,25 @@ def _side_fault(
             request = member(handle)
             expected = None if request is None else _expected(kind, record, request, model, counts, due.get(handle))
             if expected is None:
-                return f"{kind.name} for handle {handle}, which has none in this step"
+                _fault(result, f"{kind.name} for handle {handle}, which has none in this step")
             values, first, end, is_whole = expected
             if width != values or start < first or start + count > end or (is_whole and count < end - first):
-                part = f"{count} rows from {start} with {width} values"
-                return f"{kind.name} of handle {handle}: {part}, expected rows {first} to {end} with {values} values"
+                part, wanted = (
+                    f"{count} rows from {start} with {width} values",
+                    f"{first} to {end} with {values} values",
+                )
+                _fault(result, f"{kind.name} of handle {handle}: {part}, expected rows {wanted}")
         if kind.value_error is not None:
             # Values of a lost request are not checked: its logits may not be finite.
             kept = [0 if handle in lost else count for handle, _, count, _ in rows.spans] if lost else None
             valid = rows if kept is None else rows.first_rows(kept)
             if valid is not None and (fault := kind.value_error(valid, model.vocab_size)) is not None:
-                return fault
+                _fault(result, fault)
     found = {(rows.kind, handle) for rows in result.side for handle in rows.handles}
     missing = [h for h, each in due.items() if each and h not in lost and (each.kind.number, h) not in found]
     if missing:
         kinds = " or ".join(sorted({each.kind.name for h in missing if (each := due[h]) is not None}))
-        return f"no {kinds} for handles {sorted(missing)[:8]}"
-    return None
+        _fault(result, f"no {kinds} for handles {sorted(missing)[:8]}")
 
 
 def _num_tokens(handles: Int32, counts: Int32 | None) -> dict[int, int]:

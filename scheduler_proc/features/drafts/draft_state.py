@@ -1,5 +1,7 @@
 """Per-request state of the draft policy: estimated acceptance, and when to try drafts again."""
 
+from dataclasses import dataclass
+
 PROBE_INTERVAL = 64
 """Fewest steps between two probes of a resting request. All requests probe in multiples of it, because the first draft
 of a step costs the most: the step can only start when the previous sample is known."""
@@ -54,6 +56,7 @@ class Acceptance:
             self.trials = self.trials * self._decay + 1.0
 
 
+@dataclass(slots=True, eq=False)
 class DraftState:
     """State of the draft policy for one request.
 
@@ -63,13 +66,10 @@ class DraftState:
         interval: steps between two probes; doubled after each rejected probe.
     """
 
-    __slots__ = ("acceptance", "interval", "probe_step", "resting")
-
-    def __init__(self) -> None:
-        self.acceptance: Acceptance | None = None
-        self.resting = False
-        self.probe_step = 0
-        self.interval = PROBE_INTERVAL
+    acceptance: Acceptance | None = None
+    resting: bool = False
+    probe_step: int = 0
+    interval: int = PROBE_INTERVAL
 
     def rest(self, step: int) -> None:
         """Stop drafts after ``step`` and set the next probe."""

@@ -1,6 +1,7 @@
 """Finds the program of a request without a hint: by blocks that only that program's turns contain."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.scheduler_proc.features.programs.program_state import ProgramState
@@ -29,6 +30,7 @@ class _Anchor(NamedTuple):
     programs: tuple[ProgramState, ...]
 
 
+@dataclass(slots=True, eq=False)
 class _Trail:
     """The anchors of one program.
 
@@ -38,13 +40,11 @@ class _Trail:
         kept: anchors in the first prompt; moving: those of the newest turn that are no others.
     """
 
-    __slots__ = ("kept", "moving", "newest", "num_first_blocks", "num_first_tokens")
-
-    def __init__(self, num_first_blocks: int, num_first_tokens: int) -> None:
-        self.num_first_blocks, self.num_first_tokens = num_first_blocks, num_first_tokens
-        self.newest: tuple[int, ...] = ()
-        self.kept: list[bytes] = []
-        self.moving: list[bytes] = []
+    num_first_blocks: int
+    num_first_tokens: int
+    newest: tuple[int, ...] = ()
+    kept: list[bytes] = field(default_factory=list)
+    moving: list[bytes] = field(default_factory=list)
 
 
 class Matcher:
