@@ -10,7 +10,7 @@ from sim_world import World
 from quire.frontend.sessions.open_session import Piece
 
 SLICE = range(42)
-THIN = (1, 4, 5, 8, 12, 13, 14, 16, 21)
+THIN = (1, 4, 8, 12, 13, 14, 21)
 """Small ones, with what only some seeds have: beams, adapters, pooling, programs, forks, disks, the real runner."""
 AT_LEAST = 1000
 

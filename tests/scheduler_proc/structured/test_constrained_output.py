@@ -104,7 +104,7 @@ def test_chunks_preemption_and_other_requests_do_not_change_outputs(
     alone.grammars.close()
 
 
-@pytest.mark.parametrize(("wrong_every", "asynchronous"), thinned([(2, True), (5, False), (10**6, True)], keep=1))
+@pytest.mark.parametrize(("wrong_every", "asynchronous"), thinned([(2, True), (5, False), (10**6, True)], keep=0))
 def test_drafts_do_not_change_outputs(
     wrong_every: int, asynchronous: bool, random_model: Path, undisturbed: dict[str, Answer]
 ) -> None:
@@ -199,7 +199,7 @@ class TestThinking:
         at = output.index(self.END)
         assert output[0] == self.START and re.fullmatch("[0-9]{4}", text_of(output[at + 1 :]))
 
-    @pytest.mark.parametrize("closed", thinned([False, True], keep=1))
+    @pytest.mark.parametrize("closed", thinned([False, True], keep=0))
     def test_without_thinking_the_grammar_holds_from_the_first_token(self, closed: bool) -> None:
         prompt = [*PROMPT, self.START, self.END] if closed else PROMPT
         budget = {"thinking_token_budget": 5} if closed else {}
