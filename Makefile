@@ -50,7 +50,7 @@ serve: install ## serve the demo model, or MODEL=/path/to/checkpoint, on HOST an
 		status=$$?; test $$status != 78 || echo "make: set another address or model with HOST=, PORT= and MODEL=," \
 		"for example: make serve PORT=8001" >&2; exit $$status; }
 
-test: install-dev lint ## lint, check types, and run the default tests (about 6 minutes on two idle cores)
+test: install-dev lint ## lint, check types, and run the default tests (about 5 minutes on two idle cores)
 	$(PYTEST) $(IN_PARALLEL)
 
 test-rest: install-dev ## run the tests of test-full that test leaves out

@@ -107,8 +107,8 @@ class ProgramLimit:
 
     def protected_blocks(self, request: Request) -> int:
         """Return how many free blocks a waiting request must leave, because admitted programs need their contents."""
-        if IS_OVERDUE.of(request) or is_admitted(request) or not self._admitted:
-            return 0
+        if not self._admitted or len(self._others) < self.max_others or IS_OVERDUE.of(request) or is_admitted(request):
+            return 0  # most often by the length, so that a step does not look at each running request
         num_others = 0
         for handle, other in list(self._others.items()):
             if other.status is not RequestStatus.RUNNING or is_admitted(other):
