@@ -63,7 +63,7 @@ class Feature:
     """One capability. Each method is a hook that defaults to nothing.
 
     A keyframe holds the features' fields under their ``name``, so callbacks apart, everything that decisions depend on
-    must be a field, or a ``Part`` of a request.
+    must be a field, or a ``RequestPart`` of a request.
 
     Attributes:
         name: attribute of the Scheduler.

@@ -12,11 +12,11 @@ from quire.scheduler_proc.core.step import Contents, StepPlan
 from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
-from quire.scheduler_proc.requests.request import Part, Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request, RequestPart, RequestStatus
 
-PARENT = Part[Request | None]("parent", None)
+PARENT = RequestPart[Request | None]("parent", None)
 """The request whose blocks one will share, until it is admitted or returns to the queue."""
-DIVERGES = Part("diverges", False)
+DIVERGES = RequestPart("diverges", False)
 """Whether the last token of a request is not one of its parent's."""
 
 

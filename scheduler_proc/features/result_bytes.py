@@ -6,12 +6,12 @@ from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.messages.steps import StepRow
 from quire.scheduler_proc.requests.reasons import WaitReason
-from quire.scheduler_proc.requests.request import Part, Request
+from quire.scheduler_proc.requests.request import Request, RequestPart
 
 _NO_LIMIT = 2**62
-POOLING = Part[PoolingParams | None]("pooling", None)
+POOLING = RequestPart[PoolingParams | None]("pooling", None)
 """What the prompt of a request is turned into."""
-ROW_BYTES = Part("row_bytes", 0)
+ROW_BYTES = RequestPart("row_bytes", 0)
 """Bytes that a result has for each computed position, beside tokens: vectors or routed experts."""
 
 

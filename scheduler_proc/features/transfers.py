@@ -20,11 +20,11 @@ from quire.scheduler_proc.kv.tiers import Tier
 from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.events import HostMemory, LoadLate
 from quire.scheduler_proc.requests.reasons import Decision, PreemptReason, WaitReason
-from quire.scheduler_proc.requests.request import Part, Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request, RequestPart, RequestStatus
 
-CHOICE = Part[LoadChoice | None]("choice", None)
+CHOICE = RequestPart[LoadChoice | None]("choice", None)
 """Whether to load the part of a prefix that only tiers have, until the request was admitted with that part."""
-SPLIT_AT = Part("split_at", 0)
+SPLIT_AT = RequestPart("split_at", 0)
 """Position up to which a request computes while the rest of its cached prefix is loaded; 0 if nothing is."""
 BEYOND_ALL = 2**40
 """Added to the number of the newest transfer, it is greater than that of any content on disk."""

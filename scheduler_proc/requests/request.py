@@ -73,7 +73,7 @@ class Request:
         skip_reading_prefix_cache: the request needs results of each position, which a prefix cache hit does not give.
         on_worker, parked: state of the request on the workers, as of the last step sent.
         was_bad: its logits were not finite when it had been preempted, so that it was given another chance.
-        parts: what features keep of it (``Part``).
+        parts: what features keep of it (``RequestPart``).
         joined_step: the last step before steady decode.
         synced_step: in steady decode, the step that sampled the last token in ``tokens``.
         event_step, last_step, leave_step, block_step: used by SteadyDecode only.
@@ -289,7 +289,7 @@ class Request:
         )
 
 
-class Part(Generic[T]):
+class RequestPart(Generic[T]):
     """What a feature keeps of each request: a value in ``Request.parts`` under ``name``, unless it is ``default``.
 
     It is at the request and not in the feature by handle, because a request that is refused while it is built has no

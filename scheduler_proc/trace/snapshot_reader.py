@@ -85,7 +85,7 @@ _PARTS = {
     *("adapter", "adapter_name", "choice", "diverges", "is_overdue", "job_id", "parent", "pooling"),
     *("program", "row_bytes", "split_at"),
 }
-"""Fields that requests in snapshots of an earlier Quire had, and which are parts of them today (``Part``)."""
+"""Fields that requests in snapshots of an earlier Quire had, and which are parts of them today (``RequestPart``)."""
 _SHARED = {
     *("_adapters", "_beams", "_cache", "_decisions", "_drafting", "_forks", "_in_flight", "_kv", "_programs"),
     *("_pooling", "_results", "_stats", "_suspects", "_tenants", "_transfers", "_vocab_size", "kv", "tenants"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire.protocol.wire.adapter_messages import AdapterRef
-from quire.scheduler_proc.requests.request import Part, Request
+from quire.scheduler_proc.requests.request import Request, RequestPart
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -64,6 +64,6 @@ class AdapterState:
         return f"AdapterState({self.number}, {self.ref.name!r}, {self.place}, slot {self.slot})"
 
 
-ADAPTER = Part[AdapterState | None]("adapter", None)
-ADAPTER_NAME = Part("adapter_name", "")
+ADAPTER = RequestPart[AdapterState | None]("adapter", None)
+ADAPTER_NAME = RequestPart("adapter_name", "")
 """The name by which the client of a request asked for its adapter."""

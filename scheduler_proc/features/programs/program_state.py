@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quire.scheduler_proc.requests.request import Part, Request
+from quire.scheduler_proc.requests.request import Request, RequestPart
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -46,8 +46,8 @@ class ProgramState:
         return f"ProgramState({self.number}, job {self.job_id!r}, {self.num_turns} turns, {len(self.live)} live)"
 
 
-PROGRAM = Part[ProgramState | None]("program", None)
-JOB_ID = Part("job_id", "")
+PROGRAM = RequestPart[ProgramState | None]("program", None)
+JOB_ID = RequestPart("job_id", "")
 """As of AddRequest, for traces."""
-IS_OVERDUE = Part("is_overdue", False)
+IS_OVERDUE = RequestPart("is_overdue", False)
 """Whether a request is scheduled before all programs: it has waited for long, or is a part of one that runs."""
