@@ -204,7 +204,7 @@ class FrontEnd:
         await self._engine.wait_ready()
         self._child.report(Report("ready"))
         if text_in.template is not None and self._config.model.generates:
-            with contextlib.suppress(QuireError, InvalidRequest, FileExistsError):
+            with contextlib.suppress(QuireError, InvalidRequest, OSError):  # it exists, or descriptors are exhausted
                 (self._directory / "probed").touch(exist_ok=False)
                 for loss in (await asyncio.to_thread(probe, text_in, form)).losses:
                     log.warning(loss)
@@ -217,9 +217,10 @@ class FrontEnd:
             self._note_sessions()
             # A thread may still work on a body after its response, so more than once, but ever more rarely.
             num_idle = 0 if server.server_state.tasks else num_idle + 1
-            if num_idle.bit_count() == 1 and resident_bytes() > least + GROWN_BYTES:
-                gc.collect()
-            least = min(least, resident_bytes())
+            with contextlib.suppress(OSError):  # out of descriptors: this must not end the process, and its streams
+                if num_idle.bit_count() == 1 and resident_bytes() > least + GROWN_BYTES:
+                    gc.collect()
+                least = min(least, resident_bytes())
             await asyncio.sleep(TICK_S)
 
 

@@ -104,7 +104,7 @@ class Replayed:
     num_computed_tokens: int = 0
     num_acknowledged_tokens: int = 0
     skip_reading_prefix_cache: bool = False
-    tenant: int = 0
+    account: int = 0
 
 
 def replay(arrivals: list[Arrival], block_size: int, capacity: int, pool_class: type[BlockPool] = BlockPool) -> Found:
