@@ -119,6 +119,9 @@ class Suspects(Feature):
     def _still_counts(self, entry: _Entry) -> bool:
         """Return whether the entry still counts: its request has not ended and got no token since its first death.
 
-        The caller removes the entry otherwise.
+        The caller removes the entry otherwise. A feature may take tokens, which are then not appended: a request that
+        can get no more has run, and waits for others, which would wait for ever for one that runs alone.
         """
-        return not entry.request.status.is_finished and entry.request.num_tokens == entry.num_tokens
+        request = entry.request
+        can_get_more = request.num_tokens < request.max_total_tokens
+        return not request.status.is_finished and request.num_tokens == entry.num_tokens and can_get_more
