@@ -134,3 +134,15 @@ def test_aborted_suspect_releases_the_other_requests() -> None:
     driver.run()
     assert end_of(driver, "b")[0] is end_of(driver, "c")[0] is EndReason.LENGTH
     assert driver.num_deaths == 2
+
+
+def test_a_beam_search_that_was_a_suspect_goes_on() -> None:
+    """Its leader gets no token, and waits for its beams: if it went on running alone, all would wait for ever."""
+    driver = Driver(max_num_seqs=4)
+    driver.add("a", [1, 2, 3], max_tokens=4, use_beam_search=True, beam_width=2)
+    for _ in range(2):
+        driver.schedule()
+        driver.restart_worker()
+    driver.finish()
+    ended = driver.answers["a"].ended
+    assert ended is not None and ended.reason == EndReason.LENGTH
