@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -246,7 +245,7 @@ def test_an_engine_serves_on_without_a_disk_that_hangs(
     subprocess.run(command, input=HANG.encode(), check=True)
     monkeypatch.setenv("HANG_FILE", str(hang))
     monkeypatch.setenv("LD_PRELOAD", str(library))
-    began = time.monotonic()
+    others = {process.pid for process in engine_processes()}
     with start() as llm:
         first, _ = answers(llm, PROMPTS)
         hang.touch()
@@ -255,7 +254,7 @@ def test_an_engine_serves_on_without_a_disk_that_hangs(
             for process in engine_processes(f"quire.{role}_proc"):
                 process.kill()
             assert answers(llm, PROMPTS)[0] == first
-    assert not engine_processes() and time.monotonic() - began < 50
+    assert {process.pid for process in engine_processes()} <= others  # a wait for this disk has no end
 
 
 def test_a_folder_has_one_engine(start: Callable[..., LLM]) -> None:
