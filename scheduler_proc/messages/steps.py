@@ -91,9 +91,9 @@ class InFlightStep:
         return [row for row in self.rows.values() if row.samples and row.request.has_grammar]
 
     def requests(self) -> dict[int, Request]:
-        """Return all requests of the step by handle; those that sample are first."""
-        rows = sorted(self.rows.items(), key=lambda item: not item[1].samples)
-        return self.steady | {handle: row.request for handle, row in rows}
+        """Return all requests of the step by handle, in order of admission, whether or not in steady decode."""
+        found = self.steady | {handle: row.request for handle, row in self.rows.items()}
+        return dict(sorted(found.items(), key=lambda item: item[1].order))
 
     def member(self, handle: int) -> Request | None:
         """Return the request with this handle, whether it samples or not, or None."""

@@ -106,6 +106,20 @@ def test_suspect_with_a_token_is_cleared_and_the_next_runs_alone() -> None:
     assert driver.replay_lines() is None
 
 
+@pytest.mark.parametrize("steady_decode", [True, False])
+def test_the_suspect_admitted_first_runs_alone_first(steady_decode: bool) -> None:
+    """With and without steady decode, which b joins first: its prompt has one chunk."""
+    driver = CrashingDriver({}, steady_decode=steady_decode, long_prefill_token_threshold=4)
+    driver.add("a", [1, 7, 8, 9, 10, 11], max_tokens=40)
+    driver.add("b", [2, 7, 8], max_tokens=40)
+    while len(driver.answers["a"].tokens) < 2:
+        driver.step()
+    for _ in range(2):
+        driver.schedule()
+        driver.restart_worker()
+    assert driver.scheduler.suspects.alone is driver.request("a")
+
+
 def test_deaths_with_tokens_in_between_make_no_suspect() -> None:
     driver = CrashingDriver({})
     add_all(driver, "abc", 80)
