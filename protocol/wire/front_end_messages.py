@@ -52,7 +52,8 @@ class AddRequest(Message, frozen=True, tag=10):
     cache_salt: str = ""
     arrival: float = 0.0
     job_id: str = ""
-    """Id of the agent or conversation of which this is a turn, or "" if the client has not said it."""
+    """Id of the agent or conversation of which this is a turn, or "" if the client has not said it: a forked request
+    is then a turn of that of its parent."""
     is_last_step: bool = False
     """Whether it is the last turn of its job."""
     adapter: AdapterRef | None = None

@@ -113,7 +113,7 @@ class Programs(Feature):
         if not request.generates:  # a vector is no turn of a conversation
             return
         JOB_ID.put(request, event.job_id)
-        if parent is not None:
+        if parent is not None and event.job_id in ("", JOB_ID.of(parent)):
             PROGRAM.put(request, PROGRAM.of(parent))
         else:
             hashes, num_tokens = request.tokens.block_hashes, len(request.tokens)
@@ -162,8 +162,7 @@ class Programs(Feature):
         self._paused.pop(program, None)
         self.pins.returned(program)
         program.number = program.number or request.number
-        # The job of a fork may be another program's than its parent's, which then keeps its name.
-        if job_id and not program.job_id and (program.tenant, job_id) not in self.known:
+        if job_id and not program.job_id:
             self._matcher.forget(program)
             program.job_id = job_id
         self.known[_key(program)] = program

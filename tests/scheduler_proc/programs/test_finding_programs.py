@@ -227,12 +227,15 @@ def test_forks_belong_to_the_program_of_their_parent() -> None:
     agents.finish()
 
 
-def test_a_fork_with_the_job_of_another_program_leaves_that_its_name() -> None:
+@pytest.mark.parametrize("named", ["mine", ""])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_fork_that_names_another_job_ends_that_and_not_its_parents(named: str, is_known: bool) -> None:
     agents = Agents()
-    agents.start(agents.words(), job_id="run")
-    parent, program = agents.start(agents.words())
-    _, other = agents.start([], forked_from=parent, num_forked_tokens=40, job_id="run")
-    assert other is program is not None and program.job_id == ""
+    agents.start(agents.words(), job_id="run" if is_known else "")
+    parent, program = agents.start(agents.words(), job_id=named)
+    _, other = agents.start([], forked_from=parent, num_forked_tokens=40, job_id="run", is_last_step=True)
+    assert program is not None is not other
+    assert (program.job_id, program.has_ended, other.job_id, other.has_ended) == (named, False, "run", True)
     agents.finish()
 
 
