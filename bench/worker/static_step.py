@@ -15,6 +15,7 @@ from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.prologue import cache_write
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Inputs
 
 
 class StaticBackend(TritonBackend):
@@ -43,10 +44,11 @@ def static_step(model: Decoder, num_rows: int, length: int, dtype: torch.dtype, 
     slots = torch.arange(num_rows, device=device) * length + length - 1
     positions = torch.full((num_rows,), length - 1, dtype=torch.int64, device=device)
     tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    inputs = Inputs(tokens, positions)
     plans = [slots] * config.num_layers
 
     def step() -> None:
-        hidden = model(tokens, positions, caches, plans, backend)
+        hidden = model(inputs, caches, plans, backend).hidden
         tokens.copy_(model.logits(hidden).argmax(-1))
 
     return [step]

@@ -19,6 +19,7 @@ from quire.worker_proc.attention.supports import Supports
 from quire.worker_proc.execute import model_runner
 from quire.worker_proc.execute.launched_step import LaunchedStep
 from quire.worker_proc.execute.model_runner import ModelRunner
+from quire.worker_proc.models.model import Inputs, Outputs
 
 UNLIKELY = -1e4
 
@@ -59,15 +60,15 @@ class Oracle:
         chunks = self.chunks or {}
         return {row: chunks[handle].drafts for row, handle in handles.items() if handle in chunks}
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def __call__(self, inputs: Inputs, *rest: Any) -> Outputs:
         """Return the token indices as hidden states: float32 ``[num_tokens, 1]``."""
         batches, self._batches, self._answers = self._batches, [], {}
         if self.out_of_memory:
             self.out_of_memory = False
             raise MemoryError
         if self.chunks is not None:
-            self._compare(self.chunks, token_ids.tolist(), positions.tolist(), batches)
-        return torch.arange(len(token_ids), dtype=torch.float32)[:, None]
+            self._compare(self.chunks, inputs.token_ids.tolist(), inputs.positions.tolist(), batches)
+        return Outputs(torch.arange(len(inputs.token_ids), dtype=torch.float32)[:, None])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 ``[len(hidden), vocab]``: the right token, and a runner-up."""

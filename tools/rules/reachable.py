@@ -18,7 +18,7 @@ RESERVED = "docs/reserved.md"
 LAYOUTS = "protocol/model/kv_layout.py"
 MANAGERS = "scheduler_proc/kv/coordinator.py"
 TOOLS = ("bench/", "replay/", "launch/demo/", "launch/top/")
-STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/attention/backend")
+STRUCTS = re.compile(r"protocol/(wire/|config|settings|model/kv_layout)|worker_proc/(attention/backend|models/model\.)")
 CHECKED_CALLS = ("group_tables.py", "block_hash.py")  # files whose functions and methods are checked like kernels
 KNOBS = {"programs", "min_piece"}  # parameters with which tests make small cases behave like large ones
 REASONS = "scheduler_proc/requests/reasons.py"
@@ -26,7 +26,11 @@ TRACES = ("scheduler_proc/trace/lines.py", "router_proc/trace.py")
 METHODS = ("scheduler_proc/", "router_proc/")
 ENUMS = {"Enum", "IntEnum", "StrEnum", "IntFlag", "Flag"}
 OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to users; an interface
-OTHER |= {"Header", "StepSnapshot"}  # lines that other schedulers' traces have too, for their programs and for people
+OTHER |= {
+    "Header",
+    "RouterHeader",
+    "StepSnapshot",
+}  # lines that other schedulers' traces have too, for their programs and for people
 MOST_ROWS = 21
 
 METRIC = re.compile(r"^(?:gauge|counter|histogram) (?:\w+ = )?([\w.]+)", re.MULTILINE)
@@ -125,10 +129,13 @@ def _calls(nodes: Iterable[ast.AST]) -> Calls:
     found: dict[str, set[str | int]] = {}
     for call in nodes:
         if isinstance(call, ast.Call):
-            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            made, args = call.func, call.args
+            if getattr(made, "id", "") == "partial":
+                made, *args = args
+            name = getattr(made, "id", getattr(made, "attr", ""))
             passed = found.setdefault(name, set())
             passed |= {keyword.arg or "**" for keyword in call.keywords}
-            passed |= {"*" if isinstance(arg, ast.Starred) else index for index, arg in enumerate(call.args)}
+            passed |= {"*" if isinstance(arg, ast.Starred) else index for index, arg in enumerate(args)}
     return {name: sorted(passed, key=str) for name, passed in found.items()}
 
 
@@ -216,8 +223,8 @@ def _lost_fields(
     structs = [each for of in product.values() for each in of.get("structs", ())]
     for struct in (struct for struct in structs if struct["name"] not in OTHER):
         heirs = [heir["name"] for heir in structs if struct["name"] in heir["bases"]]
-        written = assigned.union(*(calls.get(name, ()) for name in ("replace", struct["name"], *heirs)))
-        written |= set(struct["built"])
+        written = assigned.union(*(calls.get(name, ()) for name in (struct["name"], *heirs)), struct["built"])
+        written |= {each for each in calls.get("replace", ()) if isinstance(each, str)}  # a text's has positions
         for index, name in enumerate(struct["fields"]):
             if not written & {name, index, "**", "*"} or name not in (read | tools if struct["is_line"] else read):
                 yield f"{struct['name']}.{name}"

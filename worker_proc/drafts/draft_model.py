@@ -15,6 +15,7 @@ from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +202,8 @@ class DraftModelProposer:
         }
         self._transfer.send()
         layer_plans = [plans[window] for window in self._windows]
-        input_ids = sent[4] if tokens is None else tokens
-        return self._draft.model(input_ids, sent[2], self._draft.kv_caches, layer_plans, self._draft.backend)
+        inputs = Inputs(sent[4] if tokens is None else tokens, sent[2])
+        return self._draft.model(inputs, self._draft.kv_caches, layer_plans, self._draft.backend).hidden
 
     def move_row(self, source: int, target: int) -> None:
         self._tables.move_row(source, target)

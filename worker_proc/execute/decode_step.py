@@ -17,6 +17,7 @@ from quire.kernels.sampling.sampling_stats import row_statistics
 from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.execute.forward import Forward
+from quire.worker_proc.models.model import Inputs
 
 
 class RowColumns:
@@ -95,7 +96,7 @@ class DecodeStep:
         inputs, tables = self._prepared(size), self._forward.tables.table_set
         prepare_decode(self.columns.row_of[:size], self._last_sampled, self.columns.num_computed, tables, inputs)
         return self._forward.logits_of_decode(
-            inputs.input_ids, inputs.positions, inputs.query_start_loc, inputs.seq_lens, inputs.slot_mapping
+            Inputs(inputs.input_ids, inputs.positions), inputs.query_start_loc, inputs.seq_lens, inputs.slot_mapping
         )
 
     def sample(self, logits: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
 """Inputs of the model on the device, for steps on the general path."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -18,22 +18,21 @@ from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.shared_prefixes import SharedPrefixes
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
+from quire.worker_proc.models.model import Inputs
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceInputs:
+class DeviceInputs(msgspec.Struct, frozen=True, eq=False):
     """What the model, the choice of sampled tokens and the update of the newest tokens read on the device.
 
     Attributes:
-        token_ids, positions: int64 ``[num_tokens]``.
+        inputs: of the model.
         batches: attention's inputs, per KV group; one for all layers of a model without groups.
         sampled_tokens: int64 ``[num_positions]``: index of each sampled position among the tokens; None if all tokens
             are sampled, in order.
         sampled_rows: int64 ``[num_positions]``: the batch row of each sampled position.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    inputs: Inputs
     batches: list[StepBatch]
     sampled_tokens: torch.Tensor | None
     sampled_rows: torch.Tensor
@@ -106,7 +105,7 @@ class InputSender:
             batches = [self._without_blocks(inputs, starts, lens)]
         index, own_rows = self._transfer(places, inputs.sampled.rows)
         samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
-        return DeviceInputs(token_ids, positions, batches, None if samples_all else index, own_rows)
+        return DeviceInputs(Inputs(token_ids, positions), batches, None if samples_all else index, own_rows)
 
     def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:
         return StepBatch(

@@ -12,7 +12,7 @@ from quire.protocol.model.kv_layout import KVGroup
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable
-from quire.worker_proc.models.model import Model
+from quire.worker_proc.models.model import Inputs, Model
 
 _NO_LENGTHS = np.zeros(0, np.int32)
 """Host lengths of a ``StepBatch`` whose lengths are only on the device."""
@@ -58,10 +58,10 @@ class Forward:
         shape_of = self.model.attention_shape
         return [tuple(dict.fromkeys(shape_of(layer) for layer in group.layers)) for group in self.groups]
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Sequence[Any]) -> torch.Tensor:
+    def hidden(self, inputs: Inputs, plans: Sequence[Any]) -> torch.Tensor:
         """Run the model; ``plans``: one per group, or one without groups. Returns ``[num_tokens, hidden_size]``."""
         layer_plans = [plans[group] for group in self.group_of_layer] if self.groups else plans
-        return self.model(token_ids, positions, self.kv_caches, layer_plans, self.backend)
+        return self.model(inputs, self.kv_caches, layer_plans, self.backend).hidden
 
     def keep_experts(self, batches: Sequence[StepBatch]) -> None:
         """Keep the experts that ``hidden`` has chosen, if they are kept. ``batches``: its tokens, per group."""
@@ -70,8 +70,7 @@ class Forward:
 
     def logits_of_decode(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
+        inputs: Inputs,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
         slot_mapping: torch.Tensor,
@@ -99,6 +98,6 @@ class Forward:
             for table, group, slots in zip(self.tables.tables, self.groups, slot_mapping, strict=True)
         ]
         plans = [self.backend.plan_decode(batch, max_query_len) for batch in batches]
-        hidden = self.hidden(token_ids, positions, plans)
+        hidden = self.hidden(inputs, plans)
         self.keep_experts(batches)
         return self.model.logits(hidden)

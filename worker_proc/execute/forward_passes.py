@@ -19,6 +19,7 @@ from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.cpu_native import NativePlan, NativeStep, require_no_error
 from quire.worker_proc.execute.device_inputs import DeviceInputs
 from quire.worker_proc.execute.forward import Forward
+from quire.worker_proc.models.model import Inputs
 
 log = event_logger("worker")
 
@@ -33,8 +34,7 @@ MOST_PLANS = 64
 class _Pass:
     """A recorded pass: memory that a step fills, the plan, and the tensors that it writes."""
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
+    inputs: Inputs
     plans: list[NativePlan]
     plan: RecordedPlan
     hidden: torch.Tensor
@@ -80,25 +80,26 @@ class ForwardPasses:
         Raises:
             ValueError: attention refused the step.
         """
-        model, chosen = self._forward.model, sent.sampled_tokens
-        if self._native is not None and sampling and chosen is None and len(sent.token_ids) <= MOST_TOKENS:
-            found = self._recorded(self._native, sent, plans)
+        model, inputs, chosen = self._forward.model, sent.inputs, sent.sampled_tokens
+        fits = inputs.is_plain and len(inputs.token_ids) <= MOST_TOKENS
+        if self._native is not None and sampling and chosen is None and fits:
+            found = self._recorded(self._native, inputs, plans)
             if found is not None:
                 return found.hidden, model.logits_of(found.scores)
-        hidden = self._forward.hidden(sent.token_ids, sent.positions, plans)
+        hidden = self._forward.hidden(inputs, plans)
         self._forward.keep_experts(sent.batches)
         return hidden, model.logits(hidden if chosen is None else hidden[chosen]) if sampling else None
 
-    def _recorded(self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan]) -> _Pass | None:
+    def _recorded(self, native: Native, inputs: Inputs, plans: Sequence[NativePlan]) -> _Pass | None:
         """Run a pass of this size, which is recorded at the first time; None if this model cannot be recorded."""
-        key = len(sent.token_ids), self._additions is not None and self._additions.active
+        key = len(inputs.token_ids), self._additions is not None and self._additions.active
         found = self._passes.get(key)
         if found is None:
-            return self._record(native, sent, plans, key)
+            return self._record(native, inputs, plans, key)
         self._passes.move_to_end(key)
         # The plan has addresses, so a step's inputs are copied to the memory that was recorded with.
-        found.token_ids.copy_(sent.token_ids)
-        found.positions.copy_(sent.positions)
+        found.inputs.token_ids.copy_(inputs.token_ids)
+        found.inputs.positions.copy_(inputs.positions)
         for own, plan in zip(found.plans, plans, strict=True):
             own.step.assign(plan.step)
             # The step's memory must outlive it: ``RecordedPlan.profile`` runs the operations once more.
@@ -107,23 +108,23 @@ class ForwardPasses:
         return found
 
     def _record(
-        self, native: Native, sent: DeviceInputs, plans: Sequence[NativePlan], key: tuple[int, bool]
+        self, native: Native, inputs: Inputs, plans: Sequence[NativePlan], key: tuple[int, bool]
     ) -> _Pass | None:
         forward, model = self._forward, self._forward.model
-        token_ids, positions = sent.token_ids.clone(), sent.positions.clone()
+        inputs = Inputs(inputs.token_ids.clone(), inputs.positions.clone())
         own = [NativePlan(NativeStep.of(plan.step), plan.batch, plan.prefixes) for plan in plans]
 
         def body() -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = forward.hidden(token_ids, positions, own)
+            hidden = forward.hidden(inputs, own)
             return hidden, model.scores(hidden)
 
         try:
-            plan, (hidden, scores) = record(native, body, keep=(token_ids, positions, own))
+            plan, (hidden, scores) = record(native, body, keep=(inputs, own))
         except NotRecordable as reason:
             log.info("steps are not recorded: this model needs an operation that the CPU library lacks", reason=reason)
             self._native = None
             return None
-        made = _Pass(token_ids, positions, own, plan, hidden, scores)
+        made = _Pass(inputs, own, plan, hidden, scores)
         self._passes[key] = made
         if len(self._passes) > MOST_PLANS:
             self._passes.popitem(last=False)

@@ -14,6 +14,7 @@ from quire.worker_proc.batch.input_batch import InputBatch
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.execute.forward import Forward
+from quire.worker_proc.models.model import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,7 @@ class VerifyStep:
         tables = self._tables
         compute_slot_mappings(memory.query_start_loc, memory.positions, tables.table_set, memory.row_of, memory.slots)
         return self._forward.logits_of_decode(
-            memory.token_ids,
-            memory.positions,
+            Inputs(memory.token_ids, memory.positions),
             memory.query_start_loc,
             memory.seq_lens,
             memory.slots,

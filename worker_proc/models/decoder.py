@@ -18,7 +18,7 @@ from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.embedding import Embedding
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
-from quire.worker_proc.models.model import Model
+from quire.worker_proc.models.model import Inputs, Model, Outputs
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
@@ -70,25 +70,26 @@ class Decoder(Model):
         return AttentionShape(heads.num_heads, heads.num_kv_heads, attention.head_dim, self.build.activation_dtype)
 
     def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        plans: Sequence[Any],
-        backend: LayerAttention,
-    ) -> torch.Tensor:
+        self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
+    ) -> Outputs:
         """As ``Model.__call__``, writing keys and values.
 
         A layer that reads another layer's cache uses that layer's cache and plan; its own entries are ignored.
         """
-        rotary = Rotary(self.rope, positions)
-        local = rotary if self.local_rope is None else Rotary(self.local_rope, positions)
+        rotary = Rotary(self.rope, inputs.positions)
+        local = rotary if self.local_rope is None else Rotary(self.local_rope, inputs.positions)
         rotaries = {"": rotary, "local": local, "none": None}
-        residual = self.embed_tokens(token_ids)
+        residual = self.embed_tokens(inputs.token_ids)
+        if inputs.given_embeddings is not None:
+            tokens, rows = inputs.given_embeddings
+            residual.index_copy_(0, tokens, rows.to(residual.dtype))
         pending: torch.Tensor | None = None
-        for layer, source in zip(self.layers, self._cache_sources, strict=True):
+        wanted, entered = inputs.auxiliary_layers, {}
+        for index, (layer, source) in enumerate(zip(self.layers, self._cache_sources, strict=True)):
+            if index in wanted:
+                entered[index] = residual.clone() if pending is None else residual + pending
             pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
-        return join(self.build, residual, pending, self.norm)
+        return Outputs(join(self.build, residual, pending, self.norm), [entered[index] for index in wanted])
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Set the scales of keys and values in an fp8 cache, per layer that owns one; see ``Attention``."""

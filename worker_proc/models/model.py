@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from quire.kernels.attention.attention_tiles import AttentionShape
@@ -13,6 +14,40 @@ from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
+
+
+class Inputs(msgspec.Struct, frozen=True, eq=False):
+    """What a model computes in one step: its tokens, flattened row by row in batch order.
+
+    Attributes:
+        token_ids, positions: int64 ``[num_tokens]``.
+        given_embeddings: indices of tokens, int64 ``[n]``, and the rows ``[n, hidden_size]`` that they have in the
+            first residual stream in place of those of their ids, which must still be in the vocabulary. A family's
+            embedding multiplier is not applied to them.
+        auxiliary_layers: layers whose inputs are returned too.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    given_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    auxiliary_layers: tuple[int, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step has tokens alone: only such a step can run as a recorded pass."""
+        return self.given_embeddings is None and not self.auxiliary_layers
+
+
+class Outputs(msgspec.Struct, frozen=True, eq=False):
+    """What a model returns of one step, ``[num_tokens, hidden_size]`` each.
+
+    Attributes:
+        hidden: hidden states after the final norm.
+        auxiliary: the residual stream that enters each layer of ``Inputs.auxiliary_layers``, in their order.
+    """
+
+    hidden: torch.Tensor
+    auxiliary: Sequence[torch.Tensor] = ()
 
 
 class Model(Module):
@@ -30,23 +65,17 @@ class Model(Module):
         self.dtype = build.dtype
 
     def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        plans: Sequence[Any],
-        backend: LayerAttention,
-    ) -> torch.Tensor:
+        self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
+    ) -> Outputs:
         """Run the tokens of one step through all layers.
 
         Args:
-            token_ids, positions: int64 ``[num_tokens]``, rows flattened in batch order.
             kv_caches: one KV cache per layer, of the backend's shape; empty for an encoder.
             plans: one plan per layer, that of its KV group; an encoder has one plan, of all layers.
             backend: writes the KV caches and computes attention.
 
-        Returns:
-            ``[num_tokens, hidden_size]`` after the final norm.
+        Raises:
+            KeyError: an auxiliary layer that the model does not have.
         """
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from quire.worker_proc.attention.cpu_torch import attend_explicitly
 from quire.worker_proc.attention.prologue import normalise_and_rotate
 from quire.worker_proc.models.checkpoint_names import kv_scale_of
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Inputs
 from quire.worker_proc.startup.loader import OpenFiles
 
 log = event_logger("worker")
@@ -157,7 +158,7 @@ def _largest(model: Decoder, owners: list[int], length: int) -> torch.Tensor:
     largest = torch.zeros(len(owners), 2, device=build.device)
     rows = np.random.default_rng(0).integers(config.vocab_size, size=(CALIBRATION_ROWS, length))
     for tokens in torch.from_numpy(rows).to(build.device):
-        model(tokens, positions, [caches[source] for source in sources], windows, _WholeRow())
+        model(Inputs(tokens, positions), [caches[source] for source in sources], windows, _WholeRow())
         found = torch.stack([caches[layer].float().abs().amax((1, 2, 3)) for layer in owners])
         largest = torch.maximum(largest, found)
     return largest

@@ -7,6 +7,7 @@ import torch
 
 from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Inputs, Outputs
 
 BLOCK_SIZE = 4
 
@@ -37,8 +38,14 @@ class Rows:
         shape = self.model.attention_shape(layer)
         return self.backend.kv_cache_shape(num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
 
-    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def step(self, tokens: dict[int, torch.Tensor], **asked: Any) -> dict[int, torch.Tensor]:
         """Run the next tokens of some rows; return their logits by row, ``[tokens, vocab]`` each."""
+        logits = self.model.logits(self.run(tokens, **asked).hidden)
+        assert logits.dtype is torch.float32
+        return dict(zip(tokens, logits.split([len(own) for own in tokens.values()]), strict=True))
+
+    def run(self, tokens: dict[int, torch.Tensor], **asked: Any) -> Outputs:
+        """Run the next tokens of some rows. ``asked``: further fields of ``Inputs``."""
         config = self.model.config
         rows = np.array(list(tokens), dtype=np.int64)
         query_lens = np.array([len(t) for t in tokens.values()], dtype=np.int32)
@@ -54,10 +61,8 @@ class Rows:
             by_window[config.window(layer)] if config.cache_source(layer) == layer else None
             for layer in range(config.num_layers)
         ]
-        hidden = self.model(torch.cat(list(tokens.values())), torch.cat(positions), self.caches, plans, self.backend)
-        logits = self.model.logits(hidden)
-        assert logits.dtype is torch.float32
-        return dict(zip(tokens, logits.split(query_lens.tolist()), strict=True))
+        inputs = Inputs(torch.cat(list(tokens.values())), torch.cat(positions), **asked)
+        return self.model(inputs, self.caches, plans, self.backend)
 
     def _batch(self, rows: Any, query_lens: Any, slots: torch.Tensor, window: int) -> StepBatch:
         seq_lens = self.done[rows]

@@ -252,7 +252,7 @@ def _with_inputs(change: Callable[[DeviceInputs], dict[str, Any]]) -> Callable[[
 
     def of(self: InputSender, inputs: StepInputs) -> DeviceInputs:
         sent = made(self, inputs)
-        return dataclasses.replace(sent, **change(sent))
+        return msgspec.structs.replace(sent, **change(sent))
 
     return lambda monkeypatch: monkeypatch.setattr(InputSender, "of", of)
 

@@ -5,10 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 import runner_steps
+import torch
 from runner_steps import PROMPT, Runner, adding, appending
 
 from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.model_config import MoeConfig
+from quire.worker_proc.batch.step_inputs import StepInputs
+from quire.worker_proc.execute.device_inputs import DeviceInputs, InputSender
+from quire.worker_proc.models.model import Inputs
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="no C++ compiler")
 
@@ -50,3 +54,21 @@ def test_model_with_other_operations_runs_eagerly(monkeypatch: pytest.MonkeyPatc
     got = steps(runner)
     assert len(runner.runner.passes) == 0
     assert steps(eager(monkeypatch)) == got
+
+
+def test_steps_with_given_embeddings_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded pass would compute the token ids, which are all 0 here."""
+    expected, runner, made = steps(Runner()), Runner(), InputSender.of
+
+    def of(self: InputSender, inputs: StepInputs) -> DeviceInputs:
+        sent = made(self, inputs)
+        ids = sent.inputs.token_ids
+        given = torch.arange(len(ids)), runner.runner.forward.model.embed_tokens(ids)
+        return msgspec.structs.replace(sent, inputs=Inputs(torch.zeros_like(ids), sent.inputs.positions, given))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InputSender, "of", of)
+        assert steps(runner) == expected
+    assert len(runner.runner.passes) == 0
+    runner.step()
+    assert len(runner.runner.passes) == 1

@@ -1,4 +1,4 @@
-"""Architectures, shapes, dtypes and rotary table of a decoder."""
+"""Shapes, dtypes, inputs and outputs of a decoder, and its rotary table."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from model_steps import Rows
+from thread_ranks import ThreadRank, on_ranks
+from tiers import thinned
 
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
@@ -23,8 +25,8 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def _load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    model = build_model(load_model_config(folder), dtype, "cpu")
+def _load(folder: Path, dtype: torch.dtype = torch.float32, parallel: ThreadRank | None = None) -> Decoder:
+    model = build_model(load_model_config(folder), dtype, "cpu", parallel=parallel)
     load_weights(model, folder, dtype, progress=False)
     return model
 
@@ -71,3 +73,32 @@ def test_rotary_table_covers_the_engines_longest_request(checkpoint_factory: Fac
     config = load_model_config(folder)
     assert build_model(config, torch.float32, "cpu").rope.shape == (2, 256, 8)
     assert build_model(config, torch.float32, "cpu", max_position=32).rope.shape == (2, 32, 8)
+
+
+@pytest.mark.parametrize("family", thinned(["gemma3", "llama", "olmo2", "gpt_oss"], keep=2))
+def test_given_embeddings_and_inputs_of_layers_equal_transformers(family: str, checkpoint_factory: Factory) -> None:
+    """On one and two ranks, in two steps. Gemma multiplies the rows of its table, and not those that are given."""
+    folder, reference = checkpoint_factory(family)
+    prompt, places, layers = torch.arange(30, 50), torch.tensor([1, 2, 7]), (1, 0)
+    vectors = torch.randn(3, reference.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    embedded = reference.get_input_embeddings()(prompt[None]).clone()
+    embedded[0, 5 + places] = vectors
+    expected = reference(inputs_embeds=embedded, output_hidden_states=True)
+    assert not torch.equal(expected.logits, reference(prompt[None]).logits)
+
+    def on_rank(parallel: ThreadRank) -> None:
+        rows = Rows(_load(folder, parallel=parallel), [20], CpuBackend())
+        rows.run({0: prompt[:5]})
+        outputs = rows.run({0: prompt[5:]}, given_embeddings=(places, vectors), auxiliary_layers=layers)
+        for layer, entered in zip(layers, outputs.auxiliary, strict=True):
+            torch.testing.assert_close(entered, expected.hidden_states[layer][0, 5:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(rows.model.logits(outputs.hidden), expected.logits[0, 5:], atol=2e-4, rtol=2e-4)
+
+    for size in (1, 2):
+        on_ranks(size, on_rank)
+
+
+def test_inputs_of_a_layer_that_does_not_exist_are_an_error(checkpoint_factory: Factory) -> None:
+    rows = Rows(_load(checkpoint_factory("llama")[0]), [3], CpuBackend())
+    with pytest.raises(KeyError, match="9"):
+        rows.run({0: torch.arange(3)}, auxiliary_layers=(0, 9))

@@ -27,6 +27,7 @@ from quire.protocol.model.weight_format import online_format
 from quire.worker_proc.attention.backend import StepBatch
 from quire.worker_proc.attention.triton_backend import TritonBackend
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
+from quire.worker_proc.models.model import Inputs
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.triton_ops import TritonOps
 
@@ -126,7 +127,7 @@ def mixed_step(recording: RecordingDriver, num_layers: int, experts: str = "") -
     )
     recording.launches.clear()
     tokens = torch.zeros(22, dtype=torch.int64)
-    model(tokens, tokens, caches, [backend.plan(batch)] * num_layers, backend)
+    model(Inputs(tokens, tokens), caches, [backend.plan(batch)] * num_layers, backend)
     return recording.launches.copy()
 
 

@@ -21,6 +21,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Inputs
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.startup import kv_scales
 from quire.worker_proc.startup.kv_scales import KVScales, calculate_kv_scales, checkpoint_kv_scales, set_kv_scales
@@ -208,7 +209,7 @@ def test_calibration_computes_what_the_engine_computes(family: str, tmp_path: Pa
         batches = [
             make_batch([(0, 64)], table, 64, Ask(window=model.config.window(n))) for n in range(len(model.layers))
         ]
-        model(tokens, torch.arange(64), caches, batches, dense)
+        model(Inputs(tokens, torch.arange(64)), caches, batches, dense)
         largest = torch.maximum(largest, torch.stack([cache.abs().amax((1, 2, 3, 4)) for cache in caches]))
     wanted = 2 ** (largest * 2 / 448).log2().ceil()
     scales = calculate_kv_scales(model, torch.float8_e4m3fn, 64)

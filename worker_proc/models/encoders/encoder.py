@@ -12,7 +12,7 @@ from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.attention.whole_rows import RowsPart, RowsPlan
 from quire.worker_proc.models.encoders.classifier import Classifier
 from quire.worker_proc.models.encoders.layer import EncoderLayer, Norm
-from quire.worker_proc.models.model import Model
+from quire.worker_proc.models.model import Inputs, Model, Outputs
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
@@ -106,26 +106,22 @@ class Encoder(Model):
         return rope_table(rope, self.config.head_dim, length, self.build.device)
 
     def __call__(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_caches: Sequence[torch.Tensor],
-        plans: Sequence[Any],
-        backend: LayerAttention,
-    ) -> torch.Tensor:
+        self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
+    ) -> Outputs:
         """As ``Model.__call__``, of whole rows.
 
         If the model pools the first token and the step needs no others, the last layer computes only what these need,
         and the hidden states of other tokens are 0.
         """
         assert not kv_caches, "an encoder has no KV cache"
+        assert inputs.is_plain, "an encoder computes tokens alone, and returns no layer's inputs"
         plan: RowsPlan = plans[0]
         types = plan.token_types
         firsts_only = self._pools_first and not plan.every_token
         made = [
             self._part(
-                token_ids[part.tokens],
-                positions[part.tokens],
+                inputs.token_ids[part.tokens],
+                inputs.positions[part.tokens],
                 None if types is None else types[part.tokens],
                 part,
                 backend,
@@ -133,7 +129,7 @@ class Encoder(Model):
             )
             for part in plan.parts
         ]
-        return made[0] if len(made) == 1 else torch.cat(made)
+        return Outputs(made[0] if len(made) == 1 else torch.cat(made))
 
     def _part(
         self,
