@@ -29,6 +29,14 @@ def test_each_flag_is_documented() -> None:
                 assert f"--{name.replace('_', '-')}" in page, name
 
 
+def test_the_table_of_models_has_a_row_for_each_architecture() -> None:
+    from quire.protocol.model.model_config import SUPPORTED_ARCHITECTURES
+
+    rows = re.findall(r"^\|[^|]*\| (`\w+`[^|]*)\|[^|]*\| `\[", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
+    named = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    assert named >= set(SUPPORTED_ARCHITECTURES)
+
+
 def test_three_files_name_the_same_minutes_for_make_test() -> None:
     places = {
         "README.md": r"`make test` takes about (\d+) minutes",

@@ -34,7 +34,24 @@ PACKED_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}
 """Dtypes of quantised weights, their scales and zero points. Each weight slot allows only its own."""
 MAX_DIMENSIONS = 8
 
-_RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.router.", ".mlp.gate."))
+_RENAMED = (
+    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
+    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
+    (".block_sparse_moe.router.layer.", ".mlp.gate."),
+    (".block_sparse_moe.", ".mlp."),
+    (".mlp.router.", ".mlp.gate."),
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.ln_f.", "model.norm."),
+    ("transformer.h.", "model.layers."),
+    (".attn.attention.out_proj.", ".self_attn.o_proj."),
+    (".attn.attention.", ".self_attn."),
+    (".ln_1.", ".input_layernorm."),
+    (".ln_2.", ".post_attention_layernorm."),
+    (".mlp.c_fc_0.", ".mlp.gate_proj."),
+    (".mlp.c_fc_1.", ".mlp.up_proj."),
+    (".mlp.c_proj.", ".mlp.down_proj."),
+)
+"""Parts of names in Mixtral, GraniteMoE and EXAONE 3, in the order in which they are replaced."""
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MIXTRAL_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(w[123])\.(\w+)")
 _WEIGHT = re.compile(r"model\.layers\..*(?:\.weight|\.experts\.(?:gate_up_proj|down_proj))")

@@ -27,20 +27,25 @@ class Family:
         slides: returns whether layer ``i`` has a sliding window if ``layer_types`` is absent; None if windows are not
             supported.
         model_settings: fields of ``ModelConfig`` that depend on the architecture only.
-        qkv_bias, o_bias: whether the projections have biases; None means as ``attention_bias``.
+        fields: names that ``config.json`` has for fields of other families: by the other families' name.
+        qkv_bias, o_bias: whether the projections have biases; None means as ``attention_bias``, and for ``o_bias`` as
+            ``attention_out_bias`` if there is one.
         scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
         experts: the feed-forward layers are mixtures of experts.
         nested: the decoder's settings are in ``text_config``.
+        rope_in_windows: if layers have sliding windows, those without one have no rotary embedding.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     slides: Callable[[Fields, int], bool] | None = None
     model_settings: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     scaled_embedding: bool = False
     experts: bool = False
     nested: bool = False
+    rope_in_windows: bool = False
 
 
 def _always(config: Fields, layer: int) -> bool:
@@ -61,6 +66,10 @@ def _without_rope(config: Fields, layer: int) -> bool:
 
 def _every_other(config: Fields, layer: int) -> bool:
     return layer % 2 == 0
+
+
+def _all_but_each_fourth(config: Fields, layer: int) -> bool:
+    return layer % 4 != 0
 
 
 def _pattern(config: Fields, layer: int) -> bool:
@@ -88,6 +97,22 @@ _GEMMA3 = Family(
     model_settings={"norms": "both", "norm_offset": 1.0, "qk_norm": "head"},
     scaled_embedding=True,
 )
+_GEMMA2 = Family(
+    defaults=_GEMMA
+    | {
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+    },
+    slides=_every_other,
+    model_settings={"norms": "both", "norm_offset": 1.0},
+    scaled_embedding=True,
+)
+_GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
+_GLM4_NORMS = ["input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"]
+_CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
@@ -117,19 +142,7 @@ FAMILIES: dict[str, Family] = {
     "GemmaForCausalLM": Family(
         defaults=_GEMMA | {"max_position_embeddings": 8192}, model_settings={"norm_offset": 1.0}, scaled_embedding=True
     ),
-    "Gemma2ForCausalLM": Family(
-        defaults=_GEMMA
-        | {
-            "max_position_embeddings": 8192,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 4096,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
-        slides=_every_other,
-        model_settings={"norms": "both", "norm_offset": 1.0},
-        scaled_embedding=True,
-    ),
+    "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": Family(
         _GEMMA3.defaults, _GEMMA3.slides, _GEMMA3.model_settings, scaled_embedding=True, nested=True
@@ -160,6 +173,76 @@ FAMILIES: dict[str, Family] = {
         slides=_every_other,
         model_settings={"attention_sinks": True},
         experts=True,
+    ),
+    "MinistralForCausalLM": Family(defaults={"sliding_window": 4096}, slides=_always, qkv_bias=False, o_bias=False),
+    "CwmForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_theta": 1e6, "rope_scaling": _CWM_ROPE},
+        slides=_all_but_each_fourth,
+        qkv_bias=False,
+        o_bias=False,
+    ),
+    "Olmo3ForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        slides=_pattern,
+        model_settings={"norms": "after", "qk_norm": "width"},
+        fields={"rope_local_base_freq": "rope_theta"},  # only layers without a window have the scaled rope
+    ),
+    "Exaone4ForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        slides=_pattern,
+        model_settings={"norms": "after", "qk_norm": "head"},
+        qkv_bias=False,
+        o_bias=False,
+        rope_in_windows=True,
+    ),
+    "ExaoneForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        fields={
+            "num_hidden_layers": "num_layers",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+    ),
+    "InternLM3ForCausalLM": Family(
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5},
+        fields={"attention_bias": "qkv_bias", "attention_out_bias": "bias", "mlp_bias": "bias"},
+    ),
+    "IQuestCoderForCausalLM": Family(defaults={"head_dim": 128, "rms_norm_eps": 1e-5}),
+    "SeedOssForCausalLM": Family(defaults={"head_dim": 128, "attention_bias": True, "attention_out_bias": False}),
+    "VaultGemmaForCausalLM": Family(
+        _GEMMA2.defaults,
+        _GEMMA2.slides,
+        model_settings={"norm_offset": 1.0, "norm_names": ["input_layernorm", "", "pre_feedforward_layernorm", ""]},
+        scaled_embedding=True,
+    ),
+    "HeliumForCausalLM": Family(
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+        model_settings={"interleaved_rope": True},
+        o_bias=False,
+    ),
+    "GlmForCausalLM": Family(defaults=_GLM, model_settings={"interleaved_rope": True}, o_bias=False),
+    "Glm4ForCausalLM": Family(
+        defaults=_GLM,
+        model_settings={"interleaved_rope": True, "norms": "both", "norm_names": _GLM4_NORMS},
+        o_bias=False,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        defaults={"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": True},
+        model_settings={"interleaved_rope": True},
+        fields={"attention_bias": "use_bias", "attention_out_bias": "use_bias", "mlp_bias": "use_bias"},
+    ),
+    "OlmoeForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        model_settings={"qk_norm": "width"},
+        experts=True,
+    ),
+    "FlexOlmoForCausalLM": Family(
+        defaults={"rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5, "norm_topk_prob": False},
+        model_settings={"norms": "after", "qk_norm": "width"},
+        experts=True,
+    ),
+    "GraniteMoeForCausalLM": Family(
+        defaults={"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2}, experts=True
     ),
 }
 
@@ -233,6 +316,13 @@ def layers_without_rope(config: Fields, num_layers: int) -> list[int]:
         return []
     interval = config.size("no_rope_layer_interval")
     return [layer for layer in range(num_layers) if (layer + 1) % interval == 0]
+
+
+def rotation_free(family: Family, config: Fields, types: list[str]) -> list[int]:
+    """Return the layers without rotary embedding, given the attention type of each layer."""
+    if family.rope_in_windows and config.has("sliding_window"):
+        return [layer for layer, name in enumerate(types) if name == "full_attention"]
+    return layers_without_rope(config, len(types))
 
 
 def cache_sources(config: Fields, types: list[str]) -> list[int]:

@@ -27,7 +27,7 @@ from quire.protocol.model.families import (
     family_of,
     layer_types,
     layer_windows,
-    layers_without_rope,
+    rotation_free,
 )
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_model import end_tokens, model_settings
@@ -93,6 +93,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             it from the files.
         generates: it has a head for tokens, so that requests may sample.
         pooling: how it makes vectors and scores; None: it does not.
+        norm_names: a layer's norms in the checkpoint, without ``.weight``: before and after attention, before and after
+            the MLP; "" where there is none. Empty: as Llama names them, or with other ``norms`` Gemma 2.
+        interleaved_rope: neighbouring dimensions of queries and keys rotate with each other, not those of two halves.
         encoder: what makes it an encoder, whose tokens attend to all tokens of their prompt, so that it keeps no KV;
             None: a decoder.
     """
@@ -137,6 +140,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
     pooling: PoolingConfig | None = None
     encoder: EncoderConfig | None = None
+    norm_names: list[str] = []
+    interleaved_rope: bool = False
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -211,6 +216,8 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
     if not field.flag("is_causal", default=True):
         raise ConfigError(f"{where}: is_causal false (attention in both directions) is not supported for decoders")
+    if field.has("clip_qkv"):
+        raise ConfigError(f"{where}: clip_qkv is not supported: it must be null")
     hidden, heads = field.size("hidden_size"), field.size("num_attention_heads")
     num_layers = field.size("num_hidden_layers", high=4096)
     if not field.has("head_dim") and hidden % heads:
@@ -235,11 +242,11 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         rope=rope,
         local_rope=local_rope,
         local_rope_layers=[i for i, name in enumerate(types) if local_rope and name == "sliding_attention"],
-        no_rope_layers=layers_without_rope(field, num_layers),
+        no_rope_layers=rotation_free(family, field, types),
         max_position=max_position,
         tie_word_embeddings=field.flag("tie_word_embeddings"),
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-        o_bias=bias if family.o_bias is None else family.o_bias,
+        o_bias=field.flag("attention_out_bias", bias) if family.o_bias is None else family.o_bias,
         mlp_bias=field.flag("mlp_bias"),
         dtype=_dtype(field),
         eos_token_ids=sorted(set(eos_token_ids or [])),
@@ -274,15 +281,16 @@ def _own_code(raw: dict[str, Any]) -> str:
 
 
 def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
-    """Overlay the decoder's own fields on those beside it, and both on the family's defaults. A null is kept: it means
-    none.
+    """Overlay the decoder's own fields on those beside it, and both on the family's defaults, under the names that
+    other families have for them. A null is kept: it means none.
     """
     inner = raw.get("text_config")
     if family.nested and not isinstance(inner, dict):
         raise ConfigError(f"{where}: text_config must be an object")
     nested = inner if family.nested and inner else {}
     own = {name: value for name, value in nested.items() if value is not None or name not in raw}
-    return Fields({**family.defaults, **raw, **own}, where)
+    merged = {**family.defaults, **raw, **own}
+    return Fields(merged | {ours: merged[name] for ours, name in family.fields.items() if name in merged}, where)
 
 
 def _kv_shape(field: Fields, heads: int, count: tuple[str, int], dim: tuple[str, int]) -> tuple[int, int]:

@@ -67,7 +67,8 @@ def parse_ropes(
     whole = _rope(field, field.part(name), head_dim, max_position)
     if not field.has("rope_local_base_freq"):
         return whole, None if alike else whole
-    return whole, RopeConfig(theta=field.number("rope_local_base_freq", 1.0))
+    local = RopeConfig(theta=field.number("rope_local_base_freq", 1.0))
+    return whole, (None if local == whole and alike else local)
 
 
 def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> RopeConfig:

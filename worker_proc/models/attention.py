@@ -66,6 +66,8 @@ class Attention(Module):
         if self.config.qk_norm == "width":
             self._normalise_width(qkv)
         qkv = qkv.view(num_tokens, self.num_projected, self.head_dim)
+        if self.config.interleaved_rope and rotary is not None:
+            self._order_halves(qkv, rotary.table.shape[-1])
         attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
         return self.build.parallel.all_reduce(self.o(attended.reshape(num_tokens, -1)))
 
@@ -95,6 +97,17 @@ class Attention(Module):
         for (x, weight, heads), square in zip(pairs, squares.unbind(-1), strict=True):
             scale = torch.rsqrt(square / (heads * self.head_dim) + config.rms_norm_eps)
             x.copy_(x.float() * scale[:, None] * weight)
+
+    def _order_halves(self, qkv: torch.Tensor, rotary_dim: int) -> None:
+        """Put dimensions that rotate with each other ``rotary_dim / 2`` apart, as backends expect them, in place.
+
+        Attention scores do not depend on the order. The rows of the weights stay in the order of the checkpoint, since
+        adapters and the blocks of quantised formats have it too.
+        """
+        num_values = self.heads.num_kv_heads if self.owns_cache else 0
+        rotated = qkv[:, : self.num_projected - num_values, :rotary_dim]
+        pairs = rotated.view(*rotated.shape[:2], rotary_dim // 2, 2)
+        rotated.copy_(pairs.transpose(2, 3).reshape(rotated.shape))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         config, heads, dim = self.config, self.heads, self.head_dim

@@ -23,6 +23,10 @@ from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+# Llama names this norm by its place after attention; it normalises the input of the MLP.
+_NORMS_BEFORE = ("input_layernorm", "", "post_attention_layernorm", "")
+
 
 class Decoder(Model):
     """One rank's share of a decoder-only transformer, for all families; its ModelConfig has their settings.
@@ -202,16 +206,10 @@ class DecoderLayer(Module):
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Slots of this layer's checkpoint tensors, by name under ``model.layers.N.``."""
         slots = self.attention.weight_slots() | self.mlp.weight_slots()
-        norms = {
-            "input_layernorm": self.pre_attention_norm,
-            "post_attention_layernorm": self.post_attention_norm,
-            "pre_feedforward_layernorm": self.pre_mlp_norm,
-            "post_feedforward_layernorm": self.post_mlp_norm,
-        }
-        if self.build.config.norms == "before":
-            # Llama names this norm by its place after attention; it normalises the input of the MLP.
-            norms = {"input_layernorm": self.pre_attention_norm, "post_attention_layernorm": self.pre_mlp_norm}
-        for name, weight in norms.items():
+        config = self.build.config
+        names = config.norm_names or (_NORMS_BEFORE if config.norms == "before" else _NORMS)
+        norms = (self.pre_attention_norm, self.post_attention_norm, self.pre_mlp_norm, self.post_mlp_norm)
+        for name, weight in zip(names, norms, strict=True):
             if weight is not None:
                 slots[f"{name}.weight"] = self.build.norm_slot(weight)
         return slots

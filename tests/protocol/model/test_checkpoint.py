@@ -33,6 +33,7 @@ def write(folder: Path, tensors: dict[str, tuple[str, list[int], int]], name: st
         ("language_model.lm_head.weight", "lm_head.weight"),
         ("model.language_model.norm.weight", "model.norm.weight"),
         ("model.layers.0.block_sparse_moe.gate.weight", "model.layers.0.mlp.gate.weight"),
+        ("transformer.h.1.attn.attention.out_proj.bias", "model.layers.1.self_attn.o_proj.bias"),
         (
             "layers.0.block_sparse_moe.experts.3.w2.weight_packed",
             "model.layers.0.mlp.experts.3.down_proj.weight_packed",

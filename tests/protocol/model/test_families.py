@@ -130,6 +130,13 @@ class TestRopes:
         assert old.rope == RopeConfig(1e6, "linear", 8.0) and old.local_rope == RopeConfig()
         assert old.local_rope_layers == [0, 1, 2, 3, 4]
 
+    def test_windows_of_olmo_3_have_the_rope_without_scaling(self) -> None:
+        scaling = {"rope_type": "linear", "factor": 8.0}
+        model = parse("Olmo3ForCausalLM", rope_theta=2e5, rope_scaling=scaling, sliding_window=64)
+        assert (model.rope, model.local_rope) == (RopeConfig(2e5, "linear", 8.0), RopeConfig(2e5))
+        assert model.local_rope_layers == [0, 1, 2, 4, 5]
+        assert parse("Olmo3ForCausalLM", rope_theta=2e5, sliding_window=64).local_rope is None
+
     def test_equal_ropes_of_all_layer_types_are_merged(self) -> None:
         same = {"rope_type": "default", "rope_theta": 1e4}
         ropes = {"full_attention": same, "sliding_attention": same}
@@ -142,6 +149,8 @@ class TestRopes:
         assert parse("LlamaForCausalLM").no_rope_layers == []
         with pytest.raises(ConfigError, match="an entry for each of 6 layers"):
             parse("SmolLM3ForCausalLM", no_rope_layers=[1])
+        assert parse("Exaone4ForCausalLM").no_rope_layers == [3]
+        assert parse("Exaone4ForCausalLM", sliding_window=None, sliding_window_pattern=None).no_rope_layers == []
 
 
 class TestSwitches:
@@ -189,6 +198,38 @@ class TestSwitches:
     def test_olmo_2(self) -> None:
         model = parse("Olmo2ForCausalLM")
         assert (model.norms, model.qk_norm, model.rms_norm_eps) == ("after", "width", 1e-5)
+
+    @pytest.mark.parametrize(
+        ("architecture", "changes", "settings"),
+        [
+            (
+                "ExaoneForCausalLM",
+                {"num_hidden_layers": None, "num_layers": 3, "layer_norm_epsilon": 0.5, "activation_function": "gelu"},
+                {"num_layers": 3, "rms_norm_eps": 0.5, "activation": "gelu"},
+            ),
+            ("ExaoneForCausalLM", {}, {"num_layers": 6, "rms_norm_eps": 1e-5, "activation": "silu"}),
+            (
+                "InternLM3ForCausalLM",
+                {"qkv_bias": True, "bias": False},
+                {"qkv_bias": True, "o_bias": False, "mlp_bias": False},
+            ),
+            ("InternLM3ForCausalLM", {"bias": True}, {"qkv_bias": False, "o_bias": True, "mlp_bias": True}),
+            ("Ernie4_5ForCausalLM", {"use_bias": True}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}),
+            ("SeedOssForCausalLM", {}, {"qkv_bias": True, "o_bias": False}),
+            ("SeedOssForCausalLM", {"attention_out_bias": True}, {"o_bias": True}),
+            ("CwmForCausalLM", {}, {"rope": RopeConfig(1e6, "llama3", 16.0)}),
+        ],
+    )
+    def test_fields_that_a_family_names_otherwise_or_omits(
+        self, architecture: str, changes: dict[str, Any], settings: dict[str, Any]
+    ) -> None:
+        model = parse(architecture, **changes)
+        assert {name: getattr(model, name) for name in settings} == settings
+
+    def test_clipped_projections_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="clip_qkv is not supported"):
+            parse("OlmoeForCausalLM", clip_qkv=8.0)
+        assert parse("OlmoeForCausalLM", clip_qkv=None).qk_norm == "width"
 
     def test_families_without_special_features(self) -> None:
         assert parse("LlamaForCausalLM").attention_scale is None

@@ -90,7 +90,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "ministral": ("Ministral", WINDOWED | {"layer_types": ALTERNATING}),
+    "cwm": ("Cwm", WINDOWED | {"rope_parameters": LLAMA3_ROPE}),
+    "olmo3": ("Olmo3", WINDOWED),
+    "exaone4": ("Exaone4", WINDOWED),
+    "exaone": ("Exaone", {}),
+    "internlm3": ("InternLM3", {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "iquestcoder": ("IQuestCoder", {"head_dim": 8}),
+    "seed_oss": ("SeedOss", {"head_dim": 8}),
+    "helium": ("Helium", {"head_dim": 8}),
+    "glm": ("Glm", {"head_dim": 8}),
+    "glm4": ("Glm4", {"head_dim": 8}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
 }
+FAMILIES["vaultgemma"] = ("VaultGemma", FAMILIES["gemma2"][1])
+FAMILIES["granitemoe"] = ("GraniteMoe", FAMILIES["granite"][1] | FAMILIES["mixtral"][1])
 FAMILIES["gemma3_vision"] = ("Gemma3Vision", FAMILIES["gemma3"][1])
 """Families by name: transformers' name before ``Config`` and ``ForCausalLM``, and settings over ``TINY``."""
 
@@ -110,7 +126,9 @@ def _classes(name: str) -> tuple[Any, Any]:
 
     if name == "Gemma3":
         return transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM
-    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+    # Architectures whose code was the checkpoint's own have only a config in transformers, for the Llama class.
+    model_class = getattr(transformers, f"{name}ForCausalLM", transformers.LlamaForCausalLM)
+    return getattr(transformers, f"{name}Config"), model_class
 
 
 def _new_model(name: str, settings: dict[str, Any]) -> Any:
@@ -147,6 +165,9 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
                 weight.mul_(4)  # Otherwise no value reaches the clamp.
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if type(model).__name__ == "LlamaForCausalLM" and name != "Llama":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": [f"{name}ForCausalLM"]}))
     return model
 
 

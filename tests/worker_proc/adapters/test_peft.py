@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3", {}, {"r": 12}),
     "olmo2": ("olmo2", {}, {}),
     "granite": ("granite", {}, {}),
+    "glm4": ("glm4", {}, {"target_modules": ["q_proj", "k_proj", "gate_up_proj"]}),
     "phi3": ("phi3", {}, {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
     "qwen3_moe": ("qwen3_moe", {}, OF_EXPERTS | {"r": 5}),
     "qwen3_moe-router": ("qwen3_moe", {}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),

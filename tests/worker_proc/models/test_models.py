@@ -79,6 +79,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
             }
         },
     ),
+    "olmo3-yarn": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
+    ),
+    "exaone4-without-windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "seed_oss-biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "mixtral-windowed": ("mixtral", {"sliding_window": 8}),
     "qwen3_moe-dense-layers": (
         "qwen3_moe",

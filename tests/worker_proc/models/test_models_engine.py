@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import torch
 from checkpoints import greedy_tokens
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.full
 FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
 """Families and their numbers of KV groups."""
 
-OTHER_FAMILIES = ("llama", "qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3", "gemma", "mixtral")
+OTHER_GROUPS = {"vaultgemma": 2, "ministral": 4, "cwm": 4, "olmo3": 4, "exaone4": 4}
+OTHER_FAMILIES = sorted(checkpoints.FAMILIES.keys() - FAMILIES.keys() - {"gemma3_vision"})
 KERNEL_BLOCKS, DEVICE_SLOTS = "kernel blocks of 4", "slots as a GPU computes them"
 
 MODES: dict[str, dict[str, Any]] = {
@@ -67,7 +69,7 @@ def test_tokens_equal_transformers(
         for path in ("NATIVE", "TORCH"):
             monkeypatch.setattr(cpu, path, Supports(block_sizes=(4,) if mode == KERNEL_BLOCKS else ()))
         engine = InProcessEngine(folder, max_model_len=96, **settings)
-        assert len(engine.runner.tables.tables) == FAMILIES.get(family, 1)
+        assert len(engine.runner.tables.tables) == (FAMILIES | OTHER_GROUPS).get(family, 1)
         for index, prompt in enumerate(prompts):
             engine.add(str(index), prompt, max_tokens=NEW_TOKENS)
         answers = engine.run()

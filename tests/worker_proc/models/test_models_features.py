@@ -96,6 +96,7 @@ def _rope_with(**changes: Any) -> Callable[[ModelConfig], ModelConfig]:
     return lambda config: msgspec.structs.replace(config, rope=msgspec.structs.replace(config.rope, **changes))
 
 
+_GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm")
 SWITCHES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("mistral", _without_windows),
     ("granite", _with(embedding_multiplier=1.0)),
@@ -119,6 +120,9 @@ SWITCHES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("gpt_oss", _rope_with(truncate=True)),
     ("gpt_oss", _rope_with(attention_factor=1.0)),
     ("gpt_oss", _rope_with(beta_fast=2.0)),
+    ("exaone4", _with(no_rope_layers=[])),
+    ("glm4", _with(interleaved_rope=False)),
+    ("glm4", _with(norm_names=["post_mlp_layernorm", *_GLM4_NORMS])),
 ]
 
 
