@@ -27,6 +27,9 @@ class Attention(Module):
             config.num_heads, self.num_kv_heads, build.parallel.rank, build.parallel.size
         )
         self.owns_cache = config.cache_source(layer) == layer
+        # Plain weights are ordered as they are loaded. Other tensors mix outputs, and adapters have the stored order.
+        mixed = any(build.format_of(f"self_attn.{name}_proj") for name in "qk") or build.additions is not None
+        self.orders_outputs = config.interleaved_rope and mixed
         self.num_projected = heads.num_heads + (2 * heads.num_kv_heads if self.owns_cache else 0)
         dim = self.head_dim
         own = _head_slice(heads.first_head, heads.num_heads, dim)
@@ -66,8 +69,8 @@ class Attention(Module):
         if self.config.qk_norm == "width":
             self._normalise_width(qkv)
         qkv = qkv.view(num_tokens, self.num_projected, self.head_dim)
-        if self.config.interleaved_rope and rotary is not None:
-            self._order_halves(qkv, rotary.table.shape[-1])
+        if self.orders_outputs and rotary is not None:
+            self._order_outputs(qkv, rotary.table.shape[-1])
         attended = backend.attend(qkv, kv_cache, plan, self.spec, rotary)
         return self.build.parallel.all_reduce(self.o(attended.reshape(num_tokens, -1)))
 
@@ -98,16 +101,11 @@ class Attention(Module):
             scale = torch.rsqrt(square / (heads * self.head_dim) + config.rms_norm_eps)
             x.copy_(x.float() * scale[:, None] * weight)
 
-    def _order_halves(self, qkv: torch.Tensor, rotary_dim: int) -> None:
-        """Put dimensions that rotate with each other ``rotary_dim / 2`` apart, as backends expect them, in place.
-
-        Attention scores do not depend on the order. The rows of the weights stay in the order of the checkpoint, since
-        adapters and the blocks of quantised formats have it too.
-        """
+    def _order_outputs(self, qkv: torch.Tensor, rotary_dim: int) -> None:
+        """Order queries and keys in place, as ``in_halves`` orders rows of weights."""
         num_values = self.heads.num_kv_heads if self.owns_cache else 0
         rotated = qkv[:, : self.num_projected - num_values, :rotary_dim]
-        pairs = rotated.view(*rotated.shape[:2], rotary_dim // 2, 2)
-        rotated.copy_(pairs.transpose(2, 3).reshape(rotated.shape))
+        rotated.copy_(in_halves(rotated))
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         config, heads, dim = self.config, self.heads, self.head_dim
@@ -115,6 +113,13 @@ class Attention(Module):
         own_kv = _head_slice(heads.first_kv_head, heads.num_kv_heads, dim)
         total, total_kv = config.num_heads * dim, self.num_kv_heads * dim
         slots = self.qkv.weight_slots() | self.o.weight_slots()
+        if config.interleaved_rope and not self.orders_outputs:
+            for name, slot in slots.items():
+                if name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")):
+                    order = torch.arange(slot.target.shape[0]).view(1, -1, dim)
+                    rotated = order[..., : config.rope.rotary_dim(dim)]
+                    rotated.copy_(in_halves(rotated))
+                    slots[name] = replace(slot, order=order.flatten())
         if self.q_norm is not None:
             per_head = config.qk_norm == "head"
             cut, size = ((), None) if per_head else ((own,), total)
@@ -126,6 +131,15 @@ class Attention(Module):
             own_heads = slice(heads.first_head, heads.first_head + heads.num_heads)
             slots["self_attn.sinks"] = WeightSlot(self.sinks.data, (config.num_heads,), (own_heads,))
         return slots
+
+
+def in_halves(heads: torch.Tensor) -> torch.Tensor:
+    """Return ``[rows, heads, dims]`` with neighbouring dimensions ``dims / 2`` apart, as backends rotate them.
+
+    Attention scores do not depend on the order.
+    """
+    pairs = heads.view(*heads.shape[:2], heads.shape[2] // 2, 2)
+    return pairs.transpose(2, 3).reshape(heads.shape)
 
 
 def _head_slice(first_head: int, count: int, head_dim: int) -> slice:

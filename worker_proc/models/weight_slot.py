@@ -27,6 +27,7 @@ class WeightSlot:
         put: writes this rank's part if it is stored in another form than ``target``'s, which then may be on ``meta``;
             returns what is wrong with it as text.
         check: returns what is wrong with this rank's part, or None.
+        order: indices of the rows of this rank's part in the order in which ``target`` has them; None: the same order.
         dummy: values of dummy weights, in the stored form; None: random ones.
     """
 
@@ -39,9 +40,12 @@ class WeightSlot:
     put: Callable[[torch.Tensor], object] | None = None
     check: Callable[[torch.Tensor], str | None] | None = None
     dummy: float | torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     def fill(self, values: torch.Tensor) -> str | None:
         """Store this rank's part of the checkpoint tensor; return what is wrong with it, or None."""
+        if self.order is not None:
+            values = values[self.order]
         if self.put is not None:
             problem = self.put(values)
             return problem if isinstance(problem, str) else None

@@ -113,7 +113,8 @@ def init_dummy_weights(model: Model, seed: int) -> None:
             continue
         stored = _CODES.get(slot.dtypes[0], slot.target.dtype if slot.put is None else torch.float32)
         whole = slot.target
-        if slot.put is not None or not whole.is_contiguous() or whole.shape != slot.shape:
+        filled = slot.put is not None or slot.order is not None
+        if filled or not whole.is_contiguous() or whole.shape != slot.shape:
             whole = torch.empty(slot.shape, dtype=stored)
         if slot.dummy is not None:
             whole.copy_(torch.as_tensor(slot.dummy))

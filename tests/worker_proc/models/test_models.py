@@ -147,7 +147,7 @@ def test_greedy_tokens_equal_transformers_on_one_and_two_ranks(family: str, chec
     assert on_ranks(2, on_rank) == [alone, alone]
 
 
-@pytest.mark.parametrize("variant", thinned(["llama", "phi3", "olmo2", "gemma2", "mixtral", "gpt_oss"], keep=2))
+@pytest.mark.parametrize("variant", thinned(["llama", "phi3", "olmo2", "gemma2", "mixtral", "gpt_oss", "glm4"], keep=2))
 def test_more_ranks_than_kv_heads_give_the_same_logits(variant: str, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(variant)
     prompts = _prompts([20, 9])
