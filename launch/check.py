@@ -47,7 +47,7 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
     """Return facts by name, what is lost, and what the checkpoint leaves out by design."""
     folder = find_model(engine.model)
     config = make_engine_config(engine, folder=folder)
-    model, tensors = config.model, stored_tensors(folder).values()
+    model, tensors = config.model, stored_tensors(folder, renamed=config.model.transformers is None).values()
     with closing(TextIn.load(folder, config.chat_template) if has_tokenizer(folder) else TextIn()) as text_in:
         tokenizer, thinking = text_in.tokenizer, Thinking.of(config, text_in)
         form = answer_format(thinking, options, text_in)
@@ -69,6 +69,7 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
     facts: dict[str, Any] = {
         "checkpoint": str(folder),
         "architecture": model.architecture,
+        "implementation": model.implementation,
         "parameters": "packed" if packed else sum(prod(tensor.shape) for tensor in tensors),
         "weight_bytes": sum(tensor.num_bytes for tensor in tensors),
         "weights": sorted({tensor.gguf.kind if tensor.gguf else tensor.dtype for tensor in tensors}),

@@ -191,7 +191,7 @@ def _add_embed_flags(parser: _Parser) -> None:
 
 def _add_check_flags(parser: _Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    engine = ("model", "chat_template", "max_model_len", "reasoning_start_str", "reasoning_end_str")
+    engine = ("model", "model_impl", "chat_template", "max_model_len", "reasoning_start_str", "reasoning_end_str")
     add_engine_options(parser, engine)
     add_options(parser, ServeOptions, ("tool_call_parser", "reasoning_parser"))
 

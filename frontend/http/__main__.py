@@ -140,6 +140,7 @@ class FrontEnd:
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
                 moe=config.model.moe,
                 capabilities=Capabilities(config.model.generates, config.model.pooling),
+                implementation=config.model.implementation,
                 peers=self._peers,
                 fleet=self._fleet_link(),
             ),

@@ -12,6 +12,7 @@ import msgspec
 from quire.launch.config.adapter_options import check_adapter_sizes
 from quire.launch.config.declared import check_fit, check_needs, check_range, check_ranges
 from quire.launch.config.end_tokens import with_end_tokens
+from quire.launch.config.implementation import check_implementation, read_model
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
@@ -22,7 +23,7 @@ from quire.launch.config.trace_options import crash_dump_dir, trace_path
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY, EngineConfig, SpeculativeConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_stored_format
-from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.settings import ROUTED_EXPERTS, EngineSettings
@@ -53,7 +54,7 @@ def make_engine_config(
     """
     if model is None:
         assert folder is not None
-        model = _read_model(folder, with_weights=options.load_format != "dummy")
+        model = _read_model(folder, options, with_weights=options.load_format != "dummy")
     model = with_pooling(_quantised(options, model), options.pooling)
     template = chat_template_source(options.chat_template)
     options = for_model(options, model)
@@ -102,11 +103,11 @@ def make_engine_config(
     )
 
 
-def _read_model(folder: Path, *, with_weights: bool) -> ModelConfig:
+def _read_model(folder: Path, options: EngineOptions, *, with_weights: bool) -> ModelConfig:
     """Read the checkpoint's shape. A broken checkpoint is refused here, before any process starts."""
-    model = load_model_config(folder)
+    model = read_model(folder, options.model_impl)
     if with_weights:
-        stored = stored_tensors(folder)
+        stored = stored_tensors(folder, renamed=model.transformers is None)
         check_sizes(folder, stored, model)
         model = with_stored_format(folder, stored, model)
     return model
@@ -196,6 +197,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(
             f"--kv-pressure-low must be at most --kv-pressure-high (got {low} and {high}): set both, from 0.01 to 1.0"
         )
+    check_implementation(options, model)
     _check_ranks(model, options.tensor_parallel_size)
     curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
     endpoints = options.kv_events_endpoint, options.kv_events_replay_endpoint

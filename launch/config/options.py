@@ -36,6 +36,15 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             "worker logs the types in use",
         ),
     ] = "auto"
+    model_impl: Annotated[
+        Literal["auto", "native", "transformers"],
+        Setting(
+            MODEL,
+            "what computes the model: Quire's own code (native) or a class of transformers, which needs the extra "
+            "`transformers` ([models](models.md#models-of-transformers)); auto: native where there is code for the "
+            "model, which is faster",
+        ),
+    ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "fp8", "int4"],
         Setting(

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quire.launch.config.declared import convert, declared
+from quire.launch.config.implementation import read_model
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.errors import ConfigError, did_you_mean
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
-from quire.protocol.model.model_config import ModelConfig, load_model_config
+from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.settings import Setting
 
 FLAG = "--speculative-config"
@@ -159,7 +160,7 @@ def _draft_model(
     if name is None:
         raise ConfigError(f"{FLAG}: the method draft_model needs model, the draft model's folder")
     folder = find_model(name)
-    draft = load_model_config(folder)
+    draft = read_model(folder)
     if draft.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{FLAG}: the draft model has a vocabulary of {draft.vocab_size} tokens, the model one of "
@@ -168,5 +169,5 @@ def _draft_model(
     if not draft.generates:
         raise ConfigError(f"{FLAG}: the draft model has no head for tokens, and cannot generate: choose another one")
     if with_weights:
-        draft = with_stored_format(folder, stored_tensors(folder), draft)
+        draft = with_stored_format(folder, stored_tensors(folder, renamed=draft.transformers is None), draft)
     return draft, str(folder)

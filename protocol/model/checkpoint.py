@@ -85,8 +85,11 @@ class StoredTensor:
         return prod(self.shape) * (DTYPE_BYTES | PACKED_BYTES)[self.dtype]
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: Path, *, renamed: bool = True) -> dict[str, StoredTensor]:
     """Return every tensor of a checkpoint by its full name, from the headers of all its files.
+
+    Args:
+        renamed: by the names of Quire's own models; otherwise by those in the files.
 
     Raises:
         ConfigError: one line that names file and tensor.
@@ -110,7 +113,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 raise ConfigError(
                     f"{file}: tensor {tensor.name} has dtype {tensor.dtype}; supported: {', '.join(DTYPE_BYTES)}"
                 )
-            name = full_name(tensor.name)
+            name = full_name(tensor.name) if renamed else tensor.name
             if name in stored:
                 raise ConfigError(f"{file}: tensor {tensor.name} is also in {stored[name].file.name}")
             stored[name] = tensor
@@ -123,6 +126,8 @@ def check_sizes(folder: Path, stored: Mapping[str, StoredTensor], config: ModelC
     Raises:
         ConfigError: the shape of the embedding or the head, or the number of layers, differs from config.json.
     """
+    if config.transformers is not None:
+        return  # its names are known to workers alone, which compare all shapes before they read a tensor
     shape = (config.vocab_size, config.hidden_size)
     for name in (EMBEDDING, HEAD):
         tensor = stored.get(name)

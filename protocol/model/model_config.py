@@ -31,6 +31,7 @@ from quire.protocol.model.families import (
 )
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_model import end_tokens, model_settings
+from quire.protocol.model.measured_config import MeasuredConfig, measured_settings
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.model.pooling_files import read_pooling, scores_by_tokens
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
@@ -98,6 +99,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         interleaved_rope: neighbouring dimensions of queries and keys rotate with each other, not those of two halves.
         encoder: what makes it an encoder, whose tokens attend to all tokens of their prompt, so that it keeps no KV;
             None: a decoder.
+        transformers: the class of transformers that computes it; None: Quire's own decoder or encoder.
     """
 
     architecture: str
@@ -142,6 +144,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderConfig | None = None
     norm_names: list[str] = []
     interleaved_rope: bool = False
+    transformers: MeasuredConfig | None = None
+
+    @property
+    def implementation(self) -> str:
+        """What computes the model, for people: ``native``, or ``transformers`` with its version."""
+        return "native" if self.transformers is None else f"transformers {self.transformers.version}"
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -159,20 +167,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.cache_sources[layer] if self.cache_sources else layer
 
 
-def load_model_config(folder: Path) -> ModelConfig:
+def load_model_config(folder: Path, measured: MeasuredConfig | None = None) -> ModelConfig:
     """Read ``config.json``, and ``generation_config.json`` for further end-of-text tokens, of a checkpoint directory.
+
+    Args:
+        measured: layout of the class of transformers that is to compute it; None: Quire's own code.
 
     Raises:
         ConfigError: one line that names the file and the problem.
     """
     if is_gguf(folder):
         return _gguf_config(folder)
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder with a checkpoint")
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a checkpoint: config.json not found")
-    check_links(folder)
+    path = config_file(folder)
     raw = read_json(path)
     eos = token_ids(raw.get("eos_token_id"), f"{path}: eos_token_id")
     if isinstance(raw.get("text_config"), dict):
@@ -180,11 +186,49 @@ def load_model_config(folder: Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos += token_ids(read_json(generation).get("eos_token_id"), f"{generation}: eos_token_id")
-    config = parse_model_config(raw, str(path), eos)
+    if measured is None:
+        config = parse_model_config(raw, str(path), eos)
+    else:
+        config = _measured_config(raw, str(path), eos, measured)
     if eos and max(eos) >= config.vocab_size:
         raise ConfigError(f"{path}: eos_token_id {max(eos)} is not in a vocabulary of {config.vocab_size}")
     pooling = read_pooling(folder, raw, config)
     return config if pooling is None else msgspec.structs.replace(config, pooling=pooling)
+
+
+def config_file(folder: Path) -> Path:
+    """Return the path of a checkpoint's ``config.json``.
+
+    Raises:
+        ConfigError: it does not exist, or a file of the folder is a link that leads out of it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder with a checkpoint")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a checkpoint: config.json not found")
+    check_links(folder)
+    return path
+
+
+def named_architecture(raw: dict[str, Any]) -> str:
+    """Return the class that ``config.json`` names first, or ""."""
+    named = raw.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def is_native(architecture: str) -> bool:
+    """Whether Quire has code of its own for an architecture, with any head."""
+    return family_of(architecture)[0] in SUPPORTED_ARCHITECTURES
+
+
+def _measured_config(raw: dict[str, Any], where: str, eos: list[int], measured: MeasuredConfig) -> ModelConfig:
+    inner = raw.get("text_config")
+    own = {name: value for name, value in raw.items() if value is not None}
+    fields = Fields({**(inner if isinstance(inner, dict) else {}), **own}, where)
+    dtype, architecture = _dtype(fields), named_architecture(raw)
+    settings = measured_settings(measured)
+    return ModelConfig(architecture=architecture, dtype=dtype, eos_token_ids=sorted(set(eos)), **settings)
 
 
 def _gguf_config(path: Path) -> ModelConfig:

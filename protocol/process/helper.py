@@ -89,13 +89,15 @@ class Helper:
     The process is started on first use, and again after it ended.
     """
 
-    def __init__(self, module: str, hello: bytes) -> None:
+    def __init__(self, module: str, hello: bytes, start_seconds: float = START_SECONDS) -> None:
         """Args:
         module: module to run as ``python -P -m module``; it calls ``serve``.
         hello: data that the helper needs to prepare.
+        start_seconds: time in which it must be prepared.
         """
         self._module = module
         self._hello = hello
+        self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
         self._number = 0
@@ -116,7 +118,7 @@ class Helper:
         os.set_blocking(process.stdin.fileno(), False)
         self._process = process
         self._end = weakref.finalize(self, _end, process)
-        return self._exchange(self._hello, START_SECONDS, START_SECONDS)
+        return self._exchange(self._hello, self._start_seconds, self._start_seconds)
 
     def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
         """Return the answer to ``question``, starting the helper if necessary.

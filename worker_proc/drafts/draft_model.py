@@ -14,8 +14,7 @@ from quire.worker_proc.batch.kv_cache import kernel_block_size
 from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.drafts.draft_sampling import DraftSampler
-from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.model import Inputs
+from quire.worker_proc.models.model import Inputs, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class DraftModel:
         num_blocks: size of the block pool, including the null block.
     """
 
-    model: Decoder
+    model: Model
     backend: AttentionBackend
     kv_caches: list[torch.Tensor]
     block_size: int

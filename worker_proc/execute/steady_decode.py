@@ -51,7 +51,7 @@ class SteadyLauncher:
         step, verify = DecodeStep(forward, last_sampled, transfer), None
         if config.num_speculative_tokens:
             verify = VerifyStep(forward, batch, transfer, 1 + config.num_speculative_tokens)
-        eager = config.enforce_eager or last_sampled.device.type != "cuda"
+        eager = config.enforce_eager or last_sampled.device.type != "cuda" or not forward.model.can_be_captured
         graphs = DecodeGraphs(step, verify, forward.model.build.additions, eager=eager)
         return cls(graphs, batch, forward.tables, last_sampled, transfer, copies)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import HEAD, SCORE, StoredTensor
+from quire.protocol.model.checkpoint import EMBEDDING, HEAD, SCORE, StoredTensor
 from quire.protocol.model.encoder_config import is_unread_head
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.weight_slot import WeightSlot
@@ -53,17 +53,33 @@ class TensorSource:
     transposed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a checkpoint holds of a model.
+
+    Attributes:
+        pieces: the source of every slot.
+        tied: tensors without a slot, each with the source that it must be equal to, because their weights are tied.
+    """
+
+    pieces: list[TensorSource]
+    tied: list[tuple[StoredTensor, TensorSource]]
+
+
 def find_tensor_sources(
     folder: Path, stored: Mapping[str, StoredTensor], slots: Mapping[str, WeightSlot], config: ModelConfig
-) -> list[TensorSource]:
+) -> Sources:
     """Return the source of every slot, in the order of the stored tensors.
 
     Raises:
         ConfigError: a tensor is missing, duplicate, not part of the model, or of the wrong shape.
     """
+    head = stored.get(HEAD) if HEAD not in slots and config.generates else None
     sources: dict[str, TensorSource] = {}
     unused = []
     for name, tensor in stored.items():
+        if tensor is head:
+            continue
         found = _sources_of(name, tensor, slots, config)
         if not found and not _is_ignored(name, config):
             unused.append(tensor)
@@ -77,10 +93,15 @@ def find_tensor_sources(
             sources[slot] = source
     missing = [name for name in slots if name not in sources]
     if missing:
-        raise ConfigError(f"{folder}: tensor {missing[0]} is missing{_and_others(missing)}")
+        raise missing_tensors(folder, missing)
     if unused:
         raise ConfigError(f"{unused[0].file}: tensor {unused[0].name} is not part of the model{_and_others(unused)}")
-    return list(sources.values())
+    return Sources(list(sources.values()), [] if head is None else [(head, sources[EMBEDDING])])
+
+
+def missing_tensors(folder: Path, names: list[str]) -> ConfigError:
+    """Return the error for slots that no tensor of the checkpoint fills."""
+    return ConfigError(f"{folder}: tensor {names[0]} is missing{_and_others(names)}")
 
 
 def kv_scale_of(name: str) -> tuple[int, str] | None:
@@ -123,7 +144,7 @@ def _sources_of(
 ) -> dict[str, TensorSource]:
     """Return the slots that one stored tensor fills; empty if it is not part of the model."""
     if name in slots:
-        _check(tensor, slots[name].shape, slots[name])
+        check_shape(tensor, slots[name].shape, slots[name])
         return {name: TensorSource(tensor, slots[name])}
     match = _FUSED.fullmatch(name)
     if match:
@@ -147,10 +168,10 @@ def _fused(tensor: StoredTensor, names: list[str], slots: Mapping[str, WeightSlo
     first = slots[names[0]]
     dim = first.rows_dim
     if dim is None:
-        _check(tensor, first.shape, first)
+        check_shape(tensor, first.shape, first)
         return {name: TensorSource(tensor, slots[name]) for name in names}
     total = sum(slots[name].shape[dim] for name in names)
-    _check(tensor, (*first.shape[:dim], total, *first.shape[dim + 1 :]), first)
+    check_shape(tensor, (*first.shape[:dim], total, *first.shape[dim + 1 :]), first)
     sources, start = {}, 0
     for name in names:
         sources[name] = TensorSource(tensor, slots[name], start=start)
@@ -178,7 +199,7 @@ def _all_experts(
     rows = shape[0]
     matrix = (rows * len(parts), *shape[1:])
     transposed = is_gpt_oss and kind == ""
-    _check(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)), slot)
+    check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)), slot)
     sources = {}
     for expert in range(moe.num_experts):
         for index, part in enumerate(parts):
@@ -188,7 +209,8 @@ def _all_experts(
     return sources
 
 
-def _check(tensor: StoredTensor, expected: tuple[int, ...], slot: WeightSlot) -> None:
+def check_shape(tensor: StoredTensor, expected: tuple[int, ...], slot: WeightSlot) -> None:
+    """Raise ConfigError unless a stored tensor has the shape, and a dtype that the slot allows."""
     if tensor.dtype not in slot.dtypes:
         raise ConfigError(
             f"{tensor.file}: tensor {tensor.name} has dtype {tensor.dtype}; supported: {', '.join(slot.dtypes)}"

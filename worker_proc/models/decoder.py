@@ -18,7 +18,7 @@ from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.embedding import Embedding
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
-from quire.worker_proc.models.model import Inputs, Model, Outputs
+from quire.worker_proc.models.model import Inputs, Model, Outputs, scales_of
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
@@ -96,9 +96,11 @@ class Decoder(Model):
         return Outputs(join(self.build, residual, pending, self.norm), [entered[index] for index in wanted])
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Set the scales of keys and values in an fp8 cache, per layer that owns one; see ``Attention``."""
         for layer, source in zip(self.layers, self._cache_sources, strict=True):
             layer.attention.set_kv_scales(*scales[source])
+
+    def kv_meaning(self) -> list[Any]:
+        return scales_of(layer.attention.spec for layer in self.layers)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.lm_head is not None, "the model has no head for tokens"

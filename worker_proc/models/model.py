@@ -1,14 +1,17 @@
 """The interface of a model, as runner and loader use it: decoders and encoders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.protocol.model.checkpoint import StoredTensor
 from quire.protocol.model.model_config import ModelConfig
-from quire.worker_proc.attention.backend import LayerAttention
+from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention
+from quire.worker_proc.models.checkpoint_names import Sources, find_tensor_sources
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.module import Module
@@ -55,8 +58,10 @@ class Model(Module):
 
     Attributes:
         dtype: dtype of the weights.
+        can_be_captured: a CUDA graph can hold its forward pass, which then never waits for the device.
     """
 
+    can_be_captured = True
     _prepacked = False
 
     def __init__(self, build: Build) -> None:
@@ -128,5 +133,29 @@ class Model(Module):
             raise RuntimeError("weights are already prepacked: load them before prepack()")
         return self._slots()
 
+    def tensor_sources(self, folder: Path, stored: Mapping[str, StoredTensor]) -> Sources:
+        """Return where the checkpoint has the tensors of ``weight_slots``.
+
+        Args:
+            stored: as ``stored_tensors`` returns them, renamed unless transformers computes the model.
+
+        Raises:
+            ConfigError: a tensor is missing, duplicate, not part of the model, or of the wrong shape.
+        """
+        return find_tensor_sources(folder, stored, self.weight_slots(), self.config)
+
+    def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set the scales of keys and values in an fp8 cache, per layer that owns one; see ``Attention``."""
+        raise NotImplementedError("the model keeps no KV")
+
+    def kv_meaning(self) -> list[Any]:
+        """Return what, besides the layout, determines the numbers that a token has in the KV cache: plain values."""
+        return []
+
     def _slots(self) -> dict[str, WeightSlot]:
         raise NotImplementedError
+
+
+def scales_of(specs: Iterable[AttentionSpec]) -> list[Any]:
+    """Return the scales of keys and values of each layer, as plain values."""
+    return [[None if s is None else s.tolist() for s in (spec.k_scale, spec.v_scale)] for spec in specs]

@@ -46,6 +46,10 @@ def build_model(
             neither divided nor quantised.
     """
     ranks, activations = parallel or SingleRank(), activation_dtype or dtype
+    if config.transformers is not None:
+        from quire.worker_proc.models.transformers.model import TransformersModel  # imports transformers, in seconds
+
+        return TransformersModel(Build(config, dtype, activations, device, ops or TorchOps(), ranks))
     if config.architecture in ENCODERS:
         if ranks.size > 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 for an encoder (got {ranks.size})")

@@ -15,7 +15,6 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.batch.kv_cache import allocate_kv_caches
 from quire.worker_proc.drafts.draft_model import DraftModel
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.startup.loader import fill_model
 
@@ -96,9 +95,9 @@ def load_draft(
         ConfigError: the checkpoint is invalid.
     """
     config = plan.config
-    model = plan.build(config.model, device)
-    if not isinstance(model, Decoder):
+    if config.model.encoder is not None:
         raise ConfigError(f"draft model {_name(config.model_path)} is an encoder, which cannot generate")
+    model = plan.build(config.model, device)
     fill_model(model, config, model.dtype, device, progress)
     caches = allocate_kv_caches(plan.layout, num_blocks, backend, device)
     sources = [config.model.cache_source(layer) for layer in range(config.model.num_layers)]

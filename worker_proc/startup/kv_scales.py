@@ -20,8 +20,7 @@ from quire.worker_proc.attention.backend import AttentionSpec, Rotary
 from quire.worker_proc.attention.cpu_torch import attend_explicitly
 from quire.worker_proc.attention.prologue import normalise_and_rotate
 from quire.worker_proc.models.checkpoint_names import kv_scale_of
-from quire.worker_proc.models.decoder import Decoder
-from quire.worker_proc.models.model import Inputs
+from quire.worker_proc.models.model import Inputs, Model
 from quire.worker_proc.startup.loader import OpenFiles
 
 log = event_logger("worker")
@@ -70,7 +69,7 @@ def have_head_scales(scales: KVScales | None) -> bool:
     return any(len(set(half.tolist())) > 1 for pair in (scales or {}).values() for half in pair)
 
 
-def set_kv_scales(model: Decoder, scales: KVScales | None, config: EngineConfig, cache_dtype: str) -> None:
+def set_kv_scales(model: Model, scales: KVScales | None, config: EngineConfig, cache_dtype: str) -> None:
     """Set the scales of a loaded model, calculated if the checkpoint has none and the settings ask for it."""
     dtype: torch.dtype = getattr(torch, cache_dtype)
     if dtype not in FP8_DTYPES:
@@ -96,7 +95,7 @@ def set_kv_scales(model: Decoder, scales: KVScales | None, config: EngineConfig,
     )
 
 
-def calculate_kv_scales(model: Decoder, dtype: torch.dtype, max_model_len: int) -> KVScales:
+def calculate_kv_scales(model: Model, dtype: torch.dtype, max_model_len: int) -> KVScales:
     """Return one scale for the keys and one for the values of each layer, from a few rows of fixed random tokens.
 
     A scale is ``HEADROOM * largest / finfo(dtype).max``, rounded up to a power of two. One scale for all heads, which
@@ -144,7 +143,7 @@ class _WholeRow:
         return out.permute(2, 0, 1, 3).reshape(tokens, heads, spec.head_dim)
 
 
-def _largest(model: Decoder, owners: list[int], length: int) -> torch.Tensor:
+def _largest(model: Model, owners: list[int], length: int) -> torch.Tensor:
     """Return this rank's largest absolute key and value per layer, float32 ``[len(owners), 2]``."""
     config, build = model.config, model.build
     shapes = {layer: model.attention_shape(layer) for layer in owners}

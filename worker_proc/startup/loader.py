@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import EMBEDDING, HEAD, INDEX, StoredTensor, stored_tensors
+from quire.protocol.model.checkpoint import HEAD, INDEX, StoredTensor, stored_tensors
 from quire.protocol.model.checksums import verify_checksums
 from quire.protocol.model.gguf_file import is_gguf
-from quire.worker_proc.models.checkpoint_names import TensorSource, find_tensor_sources
+from quire.worker_proc.models.checkpoint_names import TensorSource
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.model import Model
@@ -67,11 +67,9 @@ def load_weights(model: Model, folder: Path, dtype: torch.dtype, progress: bool)
     """
     if model.dtype is not dtype:
         raise ValueError(f"the model's weights are {model.dtype}, expected {dtype}")
-    stored = stored_tensors(folder)
-    slots = model.weight_slots()
-    tied = HEAD not in slots and model.config.generates
-    head = stored.pop(HEAD, None) if tied else None
-    pieces = find_tensor_sources(folder, stored, slots, model.config)
+    stored = stored_tensors(folder, renamed=model.config.transformers is None)
+    sources = model.tensor_sources(folder, stored)
+    pieces = sources.pieces
     if model.build.parallel.rank == 0:
         beside = folder.parent if is_gguf(folder) else folder
         verify_checksums(beside, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
@@ -91,8 +89,8 @@ def load_weights(model: Model, folder: Path, dtype: torch.dtype, progress: bool)
                 sums.append((piece, piece.slot.target.sum()))
             bar.update(_num_bytes(piece))
         _require_finite(sums)
-        if head is not None:
-            _check_tied(head, TensorSource(stored[EMBEDDING], slots[EMBEDDING]), model.dtype, files)
+        for tensor, like in sources.tied:
+            _check_tied(tensor, like, model.dtype, files)
 
 
 def init_dummy_weights(model: Model, seed: int) -> None:
@@ -212,13 +210,14 @@ def _num_bytes(piece: TensorSource) -> int:
     return piece.slot.target.numel() * piece.slot.target.element_size()
 
 
-def _check_tied(head: StoredTensor, embedding: TensorSource, dtype: torch.dtype, files: OpenFiles) -> None:
-    """Raise ConfigError if a stored output head differs from the embedding although they are tied."""
-    same = head.shape == embedding.stored.shape
+def _check_tied(tied: StoredTensor, to: TensorSource, dtype: torch.dtype, files: OpenFiles) -> None:
+    """Raise ConfigError if a stored tensor, usually the output head, differs from the one that it is tied to."""
+    same = tied.shape == to.stored.shape
     if same:
-        sources = (embedding, replace(embedding, stored=head))
+        sources = (to, replace(to, stored=tied))
         same = torch.equal(*(files.read(source).to(dtype) for source in sources))
     if not same:
+        of = "the embedding" if tied.name == HEAD else to.stored.name
         raise ConfigError(
-            f"{head.file}: tensor {head.name} differs from the embedding, but config.json sets tie_word_embeddings"
+            f"{tied.file}: tensor {tied.name} differs from {of}, but config.json sets tie_word_embeddings"
         )

@@ -15,7 +15,7 @@ from quire.kernels.cpu.native.library import Native, find_native, load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout
-from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.model_config import ModelConfig, is_native
 from quire.protocol.process.host_limits import cpu_model, usable_cores
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
@@ -27,7 +27,6 @@ from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.routed_experts import expert_block_bytes
 from quire.worker_proc.models.cpu_ops import CpuOps
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
 from quire.worker_proc.models.registry import build_model
@@ -110,7 +109,7 @@ def make_runner(
     say("loads weights")
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
-    if isinstance(model, Decoder):
+    if config.model.encoder is None:
         set_kv_scales(model, scales, config, layout.dtype)
     draft = None
     if draft_plan is not None and draft_backend is not None:
@@ -147,8 +146,11 @@ def make_side_work(
 
 
 def _log_parts(config: EngineConfig, plan: MemoryPlan, adapter_bytes: int, expert_bytes: int) -> None:
-    """Log the parts of the plan that not every engine has. ``expert_bytes``: of a block."""
-    mib = 2**20
+    """Log what computes the model, and parts of the plan that not every engine has. ``expert_bytes``: of a block."""
+    mib, model = 2**20, config.model
+    log.info("model", architecture=model.architecture, implementation=model.implementation)
+    if model.transformers is not None and is_native(model.architecture):
+        log.warning("Quire's own code for this model is faster than transformers': omit --model-impl transformers")
     if adapter_bytes:
         slots = config.max_loras + 1
         log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)
@@ -164,7 +166,7 @@ def _routes(config: EngineConfig) -> Routes | None:
 
 def _own_layout(config: EngineConfig, layout: KVLayout, model: Model, dtype: torch.dtype) -> KVLayout:
     """Return this rank's KV layout: its share of the heads, in the weights' dtype unless a flag sets another one."""
-    if not isinstance(model, Decoder):
+    if config.model.encoder is not None:
         return layout
     follows = config.kv_cache_dtype == config.dtype
     groups = [

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from quire.kernels.cpu.native.library import load_native
 from quire.protocol.config import EngineConfig
 from quire.worker_proc.execute.model_runner import ModelRunner
-from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.parallel.group import TensorParallel
 from quire.worker_proc.transfers.gpu import GpuBlocks
 from quire.worker_proc.transfers.mover import BlockMover
@@ -17,10 +16,7 @@ Mover = BlockMover | StagedMover
 
 def make_mover(runner: ModelRunner, group: TensorParallel, config: EngineConfig, wake: Callable[[], None]) -> Mover:
     """Return the mover of a worker. ``wake``: as in ``BlockMover``."""
-    model = runner.forward.model
-    specs = [layer.attention.spec for layer in model.layers] if isinstance(model, Decoder) else []
-    scales = [[None if s is None else s.tolist() for s in (spec.k_scale, spec.v_scale)] for spec in specs]
-    meaning = [runner.forward.backend.name, group.rank, group.size, scales]
+    meaning = [runner.forward.backend.name, group.rank, group.size, runner.forward.model.kv_meaning()]
     pool = (runner.kv_layout, runner.kv_caches, runner.num_blocks, meaning)
     native, check_tags = load_native(), config.kv_page_check == "all"
     if config.device == "cpu":

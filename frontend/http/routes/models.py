@@ -42,6 +42,7 @@ def _card(server: Server, name: str, created: int = 0) -> Card:
         "owned_by": "quire",
         "max_model_len": server.engine.max_model_len,
         "tasks": server.capabilities.tasks,
+        "implementation": server.settings.implementation,
     }
 
 

@@ -85,6 +85,7 @@ class ServerSettings:
         sessions: the open sessions of this front end.
         moe: the model's layers with experts; None: it has none.
         capabilities: what the model can do.
+        implementation: what computes the model (``ModelConfig.implementation``).
     """
 
     text_in: TextIn
@@ -113,6 +114,7 @@ class ServerSettings:
     sessions: SessionStore = field(default_factory=SessionStore)
     moe: MoeConfig | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
+    implementation: str = "native"
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -12,9 +12,9 @@ from grammar_manager_case import sample_inputs
 from memory_channel import memory_pair
 from side_parts import parts_of
 
+from quire.launch.config.implementation import read_model
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
-from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import (
     Abort,
@@ -49,8 +49,8 @@ class Answer:
 class InProcessEngine:
     """Drives the engine step by step. ``check=True`` checks every invariant of both sides after each step."""
 
-    def __init__(self, folder: Path, *, check: bool = True, **settings: object) -> None:
-        model = load_model_config(folder)
+    def __init__(self, folder: Path, *, check: bool = True, model_impl: str = "auto", **settings: object) -> None:
+        model = read_model(folder, model_impl)
         defaults: dict[str, object] = {
             "model": model,
             "model_path": str(folder),

@@ -1,0 +1,60 @@
+"""Chooses what computes a model, Quire's own code or a class of transformers, and reads its shape."""
+
+from pathlib import Path
+from typing import Literal
+
+from quire.launch.config.measured_layouts import measured_layout
+from quire.protocol.errors import ConfigError, printable
+from quire.protocol.model.config_fields import read_json
+from quire.protocol.model.gguf_file import is_gguf
+from quire.protocol.model.model_config import (
+    ModelConfig,
+    config_file,
+    is_native,
+    load_model_config,
+    named_architecture,
+)
+from quire.protocol.settings import EngineSettings
+
+FLAG = "--model-impl"
+Implementation = Literal["auto", "native", "transformers"]
+
+
+def read_model(folder: Path, wanted: Implementation = "auto") -> ModelConfig:
+    """Read a checkpoint's shape; ``auto`` takes Quire's own code where there is any.
+
+    Raises:
+        ConfigError: one line with the file and the problem.
+    """
+    if is_gguf(folder):
+        if wanted == "transformers":
+            raise ConfigError(f"{FLAG} transformers needs a folder with safetensors, and {folder} is a GGUF file")
+        return load_model_config(folder)
+    path = config_file(folder)
+    raw = read_json(path)
+    architecture = named_architecture(raw)
+    if wanted == "native" or (wanted == "auto" and is_native(architecture)):
+        return load_model_config(folder)
+    if not architecture:
+        found = printable(raw.get("architectures"))
+        raise ConfigError(f"{path}: architectures must name the model's class (got {found})")
+    return load_model_config(folder, measured_layout(path, raw))
+
+
+def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
+    """Raise ConfigError for a setting that models of transformers do not have."""
+    if model.transformers is None:
+        return
+    refused = {
+        "--deterministic": settings.deterministic,
+        "--tensor-parallel-size above 1": settings.tensor_parallel_size > 1,
+        "--enable-lora": settings.enable_lora,
+        "--enable-return-routed-experts": settings.enable_return_routed_experts,
+        "--quantization": model.weight_format is not None,
+    }
+    flag = next((name for name, given in refused.items() if given), None)
+    if flag is not None:
+        own = f", or set {FLAG} native" if is_native(model.architecture) else ""
+        raise ConfigError(
+            f"{flag} is not supported for {model.architecture}, which transformers computes: omit the flag{own}"
+        )

@@ -1,0 +1,128 @@
+"""Layouts of models of transformers: measured in a helper process, and kept for the next start.
+
+Importing transformers takes seconds, so a kept layout saves most of what this costs. It belongs to the bytes of
+``config.json`` and to the versions of transformers and Quire.
+"""
+
+import os
+from contextlib import closing, suppress
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.protocol.errors import ConfigError, printable
+from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.protocol.process.helper import Helper, HelperDied
+from quire.protocol.process.log import event_logger
+from quire.version import __version__, install_command
+
+log = event_logger("launch")
+
+OLDEST = (5, 24)
+"""Version of transformers that the measuring was written for. Older ones have no interface for attention in many
+classes, and other names for masks."""
+
+MODULE = "quire.worker_proc.models.transformers.measure"
+START_SECONDS = 300.0
+MEASURE_SECONDS = 120.0
+"""CPU seconds for one model. The largest that are known, of some hundred layers, take 10."""
+
+MAX_LAYERS = 4096
+MAX_SIZE = 2**31
+MAX_SETTINGS_BYTES = 2**20
+
+
+def measured_layout(path: Path, raw: dict[str, Any]) -> MeasuredConfig:
+    """Return the layout of the class of transformers that a ``config.json`` names, from an earlier start if possible.
+
+    Args:
+        raw: the decoded file.
+
+    Raises:
+        ConfigError: transformers is missing or too old, or cannot compute the model as Quire needs it.
+    """
+    installed = _installed(path, raw)
+    _check_numbers(path, raw)
+    settings = path.read_text(encoding="utf-8")
+    if len(settings) > MAX_SETTINGS_BYTES:
+        raise ConfigError(f"{path}: has more than {MAX_SETTINGS_BYTES} characters, which no model needs: shorten it")
+    kept = _kept_file(f"{__version__} {installed} {settings}")
+    if kept is not None:
+        with suppress(OSError, msgspec.MsgspecError):  # none yet, or damaged
+            return msgspec.msgpack.decode(kept.read_bytes(), type=MeasuredConfig)
+    log.info("measuring the model's attention with transformers", version=installed)
+    found = _measure(path, settings)
+    if isinstance(found, Refused):
+        raise ConfigError(f"{path}: the model {found.reason}")
+    if kept is not None:
+        _keep(kept, found)
+    return found
+
+
+def _installed(path: Path, raw: dict[str, Any]) -> str:
+    """Return the installed version of transformers, without importing it."""
+    needs = f"{path}: architecture {printable(raw['architectures'][0])} needs transformers"
+    install = install_command("transformers")
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        raise ConfigError(f"{needs}, which is not installed: {install}") from None
+    numbers = [int(part) if part.isdecimal() else 0 for part in installed.split(".")[:2]]
+    if tuple(numbers) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{needs} {oldest} or newer, and {installed} is installed: {install}")
+    return installed
+
+
+def _check_numbers(path: Path, raw: dict[str, Any]) -> None:
+    """Refuse what no model has before anything is built from it: the helper's limits are for what remains."""
+    parts = [raw]  # not by recursion, whose depth a file could choose
+    for part in parts:
+        parts += [value for value in part.values() if isinstance(value, dict)]
+    for name, value in (field for part in parts for field in part.items()):
+        most = MAX_LAYERS if "layer" in name or name in ("n_block", "num_blocks") else MAX_SIZE
+        if isinstance(value, int) and abs(value) > most:
+            raise ConfigError(f"{path}: {printable(name)[1:-1]} must be at most {most} (got {printable(value)})")
+    if raw.get("quantization_config") is not None:
+        raise ConfigError(
+            f"{path}: quantization_config is not supported for models that transformers computes: use the checkpoint "
+            f"in 16 bits"
+        )
+
+
+def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:
+    try:
+        with closing(Helper(MODULE, b"", START_SECONDS)) as helper:
+            answer = helper.ask(settings.encode(), MEASURE_SECONDS, START_SECONDS)
+    except HelperDied as died:
+        if died.took_too_long:
+            raise ConfigError(f"{path}: measuring the model takes more than {MEASURE_SECONDS:g} CPU seconds") from None
+        cause = "the machine is too busy" if died.was_starved else f"its process ended by signal {died.signal}"
+        raise ConfigError(f"{path}: the model cannot be measured with transformers: {cause}") from None
+    return msgspec.msgpack.decode(answer, type=MeasuredConfig | Refused)
+
+
+def _kept_file(key: str) -> Path | None:
+    """Return the file that keeps a layout; None if this user cannot have one that is safe from other users."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "measured"
+        for each in (folder.parent, folder):  # mkdir gives the folders above the last one the mode of the umask
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (info := folder.stat()).st_uid != os.getuid() or info.st_mode & 0o077:
+            raise PermissionError(0, "others may use the folder", str(folder))
+    except (OSError, RuntimeError) as error:
+        log.warning("the measured layout is not kept, so each start measures again", reason=error)
+        return None
+    return folder / sha256(key.encode()).hexdigest()[:32]
+
+
+def _keep(file: Path, found: MeasuredConfig) -> None:
+    scratch = file.with_suffix(f".{os.getpid()}")
+    try:
+        scratch.write_bytes(msgspec.msgpack.encode(found))
+        scratch.replace(file)
+    except OSError as error:
+        log.warning("the measured layout is not kept, so each start measures again", reason=error)

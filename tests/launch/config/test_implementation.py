@@ -1,0 +1,203 @@
+"""``--model-impl``: what computes a model, and what is refused before transformers is imported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.launch.config import measured_layouts
+from quire.launch.config.engine_config import make_engine_config
+from quire.launch.config.implementation import read_model
+from quire.launch.config.options import EngineOptions
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, Refused
+from quire.protocol.process.helper import HelperDied
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "eos_token_id": 2,
+    "dtype": "float16",
+}
+NEOX = LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+
+
+def layer(index: int, **changes: Any) -> MeasuredLayer:
+    whole = {"module": f"layers.{index}", "num_heads": 4, "num_kv_heads": 2, "key_width": 8, "value_width": 8}
+    return MeasuredLayer(**(whole | {"scale": 0.25, "source": index} | changes))
+
+
+LAYOUT = MeasuredConfig(
+    class_name="GPTNeoXForCausalLM",
+    version="5.24.0",
+    settings="{}",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    max_position=64,
+    layers=[layer(0, value_width=12, window=8), layer(1, soft_cap=3.0), layer(2, value_width=12, window=8, source=0)],
+)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the helper answer LAYOUT; return the texts that it is asked about."""
+    asked: list[str] = []
+
+    def measure(path: Path, settings: str) -> MeasuredConfig:
+        asked.append(settings)
+        return LAYOUT
+
+    monkeypatch.setattr(measured_layouts, "_measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return asked
+
+
+def write(folder: Path, config: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_native_code_is_chosen_where_there_is_any(tmp_path: Path, measured: list[str]) -> None:
+    write(tmp_path, LLAMA)
+    assert read_model(tmp_path).implementation == read_model(tmp_path, "native").implementation == "native"
+    assert not measured
+    assert read_model(tmp_path, "transformers").implementation == "transformers 5.24.0"
+    write(tmp_path, NEOX)
+    assert read_model(tmp_path).implementation == "transformers 5.24.0"
+    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM.* is not supported"):
+        read_model(tmp_path, "native")
+
+
+def test_the_measured_layout_determines_the_shape(tmp_path: Path, measured: list[str]) -> None:
+    model = read_model(write(tmp_path, NEOX))
+    assert (model.architecture, model.dtype, model.eos_token_ids) == ("GPTNeoXForCausalLM", "float16", [2])
+    assert (model.num_layers, model.num_heads, model.max_position, model.vocab_size) == (3, 4, 64, 97)
+    assert [model.kv_shape(index) for index in range(3)] == [(2, 12), (2, 8), (2, 12)]
+    assert (model.windows, model.cache_sources, model.attention_soft_cap) == ([8, 0, 8], [0, 1, 0], 3.0)
+
+
+def test_a_layout_is_measured_once_for_each_config_and_version(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, NEOX)
+    first = read_model(tmp_path)
+    assert read_model(tmp_path) == first and len(measured) == 1
+    (kept,) = (tmp_path / "cache" / "quire" / "measured").iterdir()
+    kept.write_bytes(b"damaged")
+    assert read_model(tmp_path) == first and len(measured) == 2
+    write(tmp_path, NEOX | {"eos_token_id": 3})
+    read_model(tmp_path)
+    monkeypatch.setattr(measured_layouts, "version", lambda name: "5.25.0")
+    read_model(tmp_path)
+    assert len(measured) == 4
+    (tmp_path / "cache" / "quire" / "measured").chmod(0o777)
+    read_model(tmp_path)
+    assert len(measured) == 5
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096 (got 1000000000)"),
+        ({"text_config": {"n_layer": 10**9}}, "n_layer must be at most 4096"),
+        ({"hidden_size": 10**30}, "hidden_size must be at most 2147483648"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported for models that tran"),
+        ({"architectures": None}, "architectures must name the model's class (got None)"),
+        ({"padding": "x" * 2**20}, "has more than 1048576 characters"),
+        ({"eos_token_id": 97}, "eos_token_id 97 is not in a vocabulary of 97"),
+    ],
+)
+def test_a_config_that_no_model_has_is_refused(
+    changes: dict[str, Any], reason: str, tmp_path: Path, measured: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_model(write(tmp_path, NEOX | changes))
+    assert reason in str(caught.value) and str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_nesting_as_deep_as_json_allows_is_no_crash(tmp_path: Path, measured: list[str]) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(400):
+        nested = {"text_config": nested}
+    assert read_model(write(tmp_path, NEOX | nested)).num_layers == 3
+
+
+@pytest.mark.parametrize("installed, reason", [(None, "which is not installed"), ("5.2.0", "5.24 or newer, and 5.2.0")])
+def test_a_missing_or_old_transformers_is_named(
+    installed: str | None, reason: str, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise measured_layouts.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(measured_layouts, "version", version)
+    with pytest.raises(ConfigError) as caught:
+        read_model(write(tmp_path, NEOX))
+    assert reason in str(caught.value) and "pip install 'quire-serve[transformers]'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer, reason",
+    [
+        (Refused("calls attention twice in one layer"), "the model calls attention twice in one layer"),
+        (HelperDied(27), "takes more than 120 CPU seconds"),
+        (HelperDied(0, was_starved=True), "the machine is too busy"),
+        (HelperDied(11), "its process ended by signal 11"),
+    ],
+)
+def test_what_the_helper_answers_is_one_line(
+    answer: Refused | HelperDied, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Answers:
+        def __init__(self, *given: object) -> None: ...
+
+        def ask(self, *question: object) -> bytes:
+            if isinstance(answer, HelperDied):
+                raise answer
+            return msgspec.msgpack.encode(answer)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(measured_layouts, "Helper", Answers)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=reason):
+        read_model(write(tmp_path, NEOX))
+
+
+@pytest.mark.parametrize(
+    "given, flag",
+    [
+        ({"deterministic": True}, "--deterministic"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size above 1"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
+        ({"quantization": "int8"}, "--quantization"),
+    ],
+)
+def test_settings_without_support_are_refused_by_name(
+    given: dict[str, Any], flag: str, tmp_path: Path, measured: list[str]
+) -> None:
+    options = EngineOptions(model_impl="transformers", load_format="dummy", **given)
+    with pytest.raises(ConfigError, match=f"{flag} is not supported for LlamaForCausalLM, .*--model-impl native"):
+        make_engine_config(options, folder=write(tmp_path, LLAMA))
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path, measured: list[str]) -> None:
+    options = EngineOptions(load_format="dummy", max_model_len=65)
+    with pytest.raises(ConfigError, match="--max-model-len must be from 2 to 64"):
+        make_engine_config(options, folder=write(tmp_path, NEOX))
+
+
+def test_a_gguf_file_is_native(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="--model-impl transformers needs a folder with safetensors"):
+        read_model(tmp_path / "model.gguf", "transformers")

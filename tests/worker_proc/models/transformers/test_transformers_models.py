@@ -1,0 +1,157 @@
+"""Models that transformers computes with Quire's attention, in a whole engine; and what measuring refuses.
+
+One file, because importing transformers takes seconds in each process of a test run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from checkpoints import greedy_tokens
+from inprocess import InProcessEngine
+from safetensors.torch import load_file, save_file
+from tiny_transformers import FAMILIES, make_tiny, tiny_config
+
+from quire.launch.config import measured_layouts
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.worker_proc.models.transformers import measure as measuring
+
+pytestmark = pytest.mark.full
+
+PROMPTS = [[3 + (7 * i + 11 * n) % 90 for i in range(n)] for n in (5, 21, 40)]
+ENGINE: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 8, "num_blocks_override": 64}
+
+
+@pytest.fixture(autouse=True)
+def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure in this process, which has imported transformers already, and keep nothing."""
+
+    def measure(path: Path, settings: str) -> MeasuredConfig | Refused:
+        return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
+
+    monkeypatch.setattr(measured_layouts, "_measure", measure)
+    monkeypatch.setattr(measured_layouts, "_kept_file", lambda key: None)
+
+
+def engine(folder: Path, **settings: Any) -> InProcessEngine:
+    return InProcessEngine(folder, model_impl="transformers", **(ENGINE | {"max_model_len": 128} | settings))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, family)
+    wanted = [greedy_tokens(model, [prompt], 8)[0] for prompt in PROMPTS]
+    served = engine(tmp_path)
+    for index, prompt in enumerate(PROMPTS):
+        served.add(str(index), prompt, max_tokens=8)
+    answers = served.run()
+    assert [answers[str(index)].tokens for index in range(len(PROMPTS))] == wanted
+    served.add("again", PROMPTS[-1], max_tokens=8)
+    again = served.run()["again"]
+    assert again.tokens == wanted[-1] and again.num_cached_tokens == 32
+
+
+def test_two_models_in_a_process_share_nothing(tmp_path: Path) -> None:
+    """A draft model with other heads runs between the steps of its target."""
+    model = make_tiny(tmp_path / "target", "deepseek_v3")
+    make_tiny(tmp_path / "draft", "gpt_neox", num_attention_heads=2)
+    drafts = {
+        "method": "draft_model",
+        "model": measured_model(tmp_path / "draft"),
+        "model_path": str(tmp_path / "draft"),
+    }
+    served = engine(tmp_path / "target", speculative=drafts, num_speculative_tokens=2, max_num_batched_tokens=64)
+    served.add("0", PROMPTS[1], max_tokens=8)
+    assert served.run()["0"].tokens == greedy_tokens(model, [PROMPTS[1]], 8)[0]
+
+
+def measured_model(folder: Path) -> Any:
+    from quire.launch.config.implementation import read_model
+
+    return read_model(folder)
+
+
+def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
+    """Keys of 16 dimensions and values of 12: with calculated scales the best tokens stay near the exact ones."""
+    model = make_tiny(tmp_path, "deepseek_v3")
+    served = engine(tmp_path, kv_cache_dtype="float8_e4m3fn", calculate_kv_scales=True)
+    served.add("0", PROMPTS[2], max_tokens=1)
+    assert served.run()["0"].tokens == greedy_tokens(model, [PROMPTS[2]], 1)[0]
+
+
+@pytest.mark.parametrize(
+    "family, changes, reason",
+    [
+        (
+            "bert",
+            {"is_decoder": False},
+            "attends in bert.encoder.layer.0.attention.self to later tokens: it is not cau",
+        ),
+        ("llama4_text", {"attention_chunk_size": 16, "intermediate_size_mlp": 48}, "chunked attention"),
+        ("diffllama", {}, "calls attention twice in one layer"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention", "conv"]},
+            "has layers of kind conv, whose state Quire does",
+        ),
+        ("bloom", {}, "is a BloomForCausalLM, whose code computes attention itself"),
+        ("vit", {}, "is a vit, for which transformers has no causal language model"),
+        ("mpt", {}, "has no interface for it"),
+    ],
+)
+def test_a_model_that_computes_something_else_is_refused(family: str, changes: dict[str, Any], reason: str) -> None:
+    settings = json.dumps(tiny_config(family, **changes).to_dict())
+    found = msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
+    assert isinstance(found, Refused) and reason in found.reason
+
+
+def test_code_beside_a_checkpoint_is_never_run() -> None:
+    settings = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    found = msgspec.msgpack.decode(measuring.answer(json.dumps(settings).encode()), type=MeasuredConfig | Refused)
+    assert isinstance(found, Refused) and "code named by auto_map is never run" in found.reason
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda tensors: tensors.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight"), "dense_h_to_4h.weight is missing"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), "tensor extra is not part of GPTNeoXForCausalLM"),
+        (lambda tensors: tensors["embed_out.weight"].fill_(torch.nan), "embed_out.weight has non-finite values"),
+        (
+            lambda tensors: tensors.update({"embed_out.weight": torch.ones(97, 31)}),
+            "embed_out.weight has shape [97, 31], but config.json requires [97, 32]",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: Any, reason: str, tmp_path: Path) -> None:
+    make_tiny(tmp_path, "gpt_neox")
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        engine(tmp_path)
+    assert reason in str(caught.value)
+
+
+def test_joined_experts_are_checked(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    tensors[name][0, 0] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"another part of model.layers.2.mlp.experts.gate_up_proj has non-finite"):
+        engine(tmp_path)
+
+
+def test_another_version_of_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny(tmp_path, "gpt_neox")
+    monkeypatch.setattr("transformers.__version__", "5.23.0")
+    measured = measured_model(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr("inprocess.read_model", lambda *given: measured)
+    with pytest.raises(ConfigError, match=r"and the model was measured with 5\.23\.0"):
+        engine(tmp_path)

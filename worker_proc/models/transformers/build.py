@@ -1,0 +1,152 @@
+"""Builds a checkpoint's class of transformers, without data; then gives it memory, and values that no file has.
+
+Code beside a checkpoint (``auto_map``) is never run, and nothing is downloaded.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Read when transformers is imported, with torch's compiler. Nothing here needs the network; and the compiler makes its
+# folder at once, by default with a known name in the folder for temporary files, where it stays.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+with suppress(RuntimeError):  # no home folder
+    _cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache / "quire" / "inductor"))
+
+
+class Unservable(Exception):
+    """Why a model cannot be served: half a sentence whose subject is the model."""
+
+
+def read_settings(settings: str) -> Any:
+    """Return the config object of a ``config.json``, by its text.
+
+    Raises:
+        Unservable: transformers does not know the model, or cannot read its settings.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw = json.loads(settings)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        own = " (code named by auto_map is never run)" if raw.get("auto_map") else ""
+        raise Unservable(f"has model_type {kind!r}, which this version of transformers does not know{own}")
+    # Only the class may choose what it attends with, and it returns hidden states alone.
+    drop = ("attn_implementation", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict")
+    config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in raw.items() if name not in drop})
+    config.use_cache = False
+    return config
+
+
+def build_module(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """Return the model with a head for tokens on the ``meta`` device, in inference mode, with tied weights tied.
+
+    Args:
+        dtype: dtype of the weights, except those that the class keeps in float32.
+        attention: name of the attention function.
+
+    Raises:
+        Unservable: the class is no causal language model, or does not call the attention function.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise Unservable(f"is a {config.model_type}, for which transformers has no causal language model")
+    with torch.device("meta"), no_init_weights():
+        make: Any = AutoModelForCausalLM.from_config
+        try:
+            model = make(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False).eval()
+        except KeyError as missing:
+            if missing.args != (attention,):
+                raise
+            raise Unservable("chooses what computes its attention from a table of its own") from None
+    name = type(model).__name__
+    if not model._supports_attention_backend:
+        raise Unservable(f"is a {name}, whose code computes attention itself: it has no interface for it")
+    base_of(model)
+    model.tie_weights()
+    for path, weight in model.named_parameters():
+        if _stays_wide(model, path, dtype):
+            weight.data = weight.data.float()
+    return model.requires_grad_(False)
+
+
+def base_name(model: Any) -> str:
+    """Return the attribute of a model with a head that has the model without it.
+
+    Raises:
+        Unservable: there is none.
+    """
+    from transformers import PreTrainedModel
+
+    if model.base_model is not model:
+        return str(model.base_model_prefix)
+    found = [name for name, part in model.named_children() if isinstance(part, PreTrainedModel)]
+    if len(found) != 1:
+        raise Unservable(f"is a {type(model).__name__}, whose head has no base model below it")
+    return str(found[0])
+
+
+def base_of(model: Any) -> Any:
+    """Return the model without its head, as ``base_name``."""
+    return getattr(model, base_name(model))
+
+
+def _stays_wide(model: Any, path: str, dtype: torch.dtype) -> bool:
+    """Whether a weight is float32 whatever the model's dtype, as its class asks: routers' biases, some norms."""
+    names = set(model._keep_in_fp32_modules_strict if dtype is not torch.float32 else ())
+    names |= set(model._keep_in_fp32_modules if dtype is torch.float16 else ())
+    return any(re.search(name.replace("*", ".*"), path) for name in names)
+
+
+def allocate(model: Any, device: torch.device | str) -> None:
+    """Move a model from ``meta`` to a device: weights with any values, and buffers as their classes compute them."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) not in made:
+                own = torch.empty_like(weight, device=device)
+                made[id(weight)] = torch.nn.Parameter(own, requires_grad=False)
+                made[id(weight)]._is_hf_initialized = True  # type: ignore[attr-defined]  # not to be drawn at random
+            module._parameters[name] = weight if weight is None else made[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()
+
+
+def settings_of(base: Any) -> dict[str, Any]:
+    """Return the arguments of a base model beside its tokens and their positions.
+
+    Raises:
+        Unservable: it takes no positions, so that it would count through the rows of a step as if they were one.
+    """
+    names = signature(base.forward).parameters
+    if "position_ids" not in names:
+        raise Unservable(f"takes no position_ids ({type(base).__name__})")
+    takes_any = any(name.kind is Parameter.VAR_KEYWORD for name in names.values())
+    return {"use_cache": False} if takes_any or "use_cache" in names else {}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the library's advice for people who call it themselves out of Quire's log."""
+    from transformers.utils import logging
+
+    set_verbosity: Any = logging.set_verbosity
+    before = logging.get_verbosity()
+    set_verbosity(40)  # ERROR of the standard library
+    try:
+        yield
+    finally:
+        set_verbosity(before)

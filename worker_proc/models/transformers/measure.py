@@ -1,0 +1,273 @@
+"""Measures what a class of transformers computes, by one forward pass over a few tokens without data.
+
+Every call of the attention function is recorded: heads, widths, scale, window, soft cap, sinks, and whose keys it
+reads. So no family has code here, and a class that does anything else is refused with the reason. The module runs as a
+helper process (``protocol/process/helper.py``) with limits of time and memory, because a config may ask for any model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from quire.protocol.errors import MAX_SHOWN
+from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, Refused
+from quire.protocol.process.helper import Answer, serve
+from quire.protocol.process.log import first_line
+from quire.worker_proc.models.transformers.attention import connect, register
+from quire.worker_proc.models.transformers.build import (
+    Unservable,
+    allocate,
+    base_of,
+    build_module,
+    quiet,
+    read_settings,
+    settings_of,
+)
+from quire.worker_proc.models.transformers.head import Head
+
+MEASURED = "quire_measured"
+"""Name of the attention function while measuring. Unlike ``SERVED`` it has a mask function, whose masks say which
+tokens a layer sees."""
+
+TOKENS = 5
+EXTRA_BYTES = 8 * 2**30
+"""Memory for the modules of a model; weights have none on ``meta``."""
+SMALL_WEIGHTS = 2**26
+"""Weights of a model that is run on the CPU, if its code does not run on ``meta``."""
+MOST_POSITIONS = 2**22
+"""Positions up to which windows are looked for."""
+
+_HARMLESS = {"dropout", "is_causal", "position_ids", "scaling", "sliding_window", "softcap", "s_aux", "use_cache"}
+_HARMLESS |= {"output_attentions", "output_hidden_states", "cache", "past_key_values", "cache_position"}
+_HARMLESS |= {"position_embeddings", "deterministic", "training", "logits_to_keep", "target_dtype"}
+"""Keyword arguments of attention that are measured, or that change nothing without a cache and training."""
+
+
+@dataclass(slots=True)
+class _Call:
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    settings: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """``AttentionCall`` that notes its calls, and keeps their tensors, by which shared keys are recognised."""
+
+    calls: list[_Call] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        settings: dict[str, Any],
+    ) -> torch.Tensor:
+        self.calls.append(_Call(module, query, key, value, mask, settings))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
+def measure(settings: str) -> MeasuredConfig:
+    """Measure the class and settings of a ``config.json``, by its text.
+
+    Raises:
+        Unservable: the model computes something that Quire's attention or cache does not.
+    """
+    import transformers
+
+    config = read_settings(settings)
+    text = config.get_text_config()
+    model, calls, hidden, logits = _run(config)
+    _check_states(text)
+    if len({call.module for call in calls}) < len(calls):
+        raise Unservable("calls attention twice in one layer")
+    positions = _num_positions(text)
+    paths = {module: path for path, module in model.named_modules()}
+    layers: list[MeasuredLayer] = []
+    owners: dict[int, int] = {}
+    for index, call in enumerate(calls):
+        source = owners.setdefault(call.key.untyped_storage()._cdata, index)
+        layers.append(_layer(call, paths[call.module], source, positions))
+        if layers[source].kv_shape != layers[index].kv_shape or layers[source].window < layers[index].window:
+            raise Unservable(f"has a layer, {layers[index].module}, that reads another layer's keys with another shape")
+    if len(calls) != text.num_hidden_layers:
+        raise Unservable(f"has {text.num_hidden_layers} layers and {len(calls)} calls of attention")
+    embedding = model.get_input_embeddings()
+    if embedding.weight.shape[0] < logits.shape[1]:
+        raise Unservable(f"has {logits.shape[1]} logits, and embeddings of {embedding.weight.shape[0]} tokens only")
+    head = model.get_output_embeddings()
+    linears = (part for part in model.modules() if isinstance(part, torch.nn.Linear) and part is not head)
+    return MeasuredConfig(
+        class_name=type(model).__name__,
+        version=transformers.__version__,
+        settings=settings,
+        vocab_size=logits.shape[1],
+        hidden_size=hidden.shape[1],
+        intermediate_size=max((part.out_features for part in linears), default=4 * hidden.shape[1]),
+        max_position=positions,
+        layers=layers,
+    )
+
+
+def _run(config: Any) -> tuple[Any, list[_Call], torch.Tensor, torch.Tensor]:
+    """Return the model, its attention calls, its hidden states and their logits.
+
+    On ``meta``, which needs no memory. Code that reads values, such as a loop over chosen experts, does not run there,
+    and then a small model is run on the CPU.
+    """
+    _register()
+    try:
+        return _run_on(build_module(config, torch.float32, MEASURED), "meta")
+    except (NotImplementedError, RuntimeError, ValueError):
+        model = build_module(config, torch.float32, MEASURED)
+        if sum(weight.numel() for weight in model.parameters()) > SMALL_WEIGHTS:
+            raise
+        allocate(model, "cpu")
+        for weight in model.parameters():
+            weight.zero_()
+        return _run_on(model, "cpu")
+
+
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    register(MEASURED)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(MEASURED, _mask)
+
+
+def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any, **_: Any) -> torch.Tensor:
+    """Return a mask that remembers what it hides; its values are not read."""
+    mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
+    mask.quire_function = mask_function  # type: ignore[attr-defined]
+    return mask
+
+
+@torch.inference_mode()
+def _run_on(model: Any, device: str) -> tuple[Any, list[_Call], torch.Tensor, torch.Tensor]:
+    recorder = _Recorder()
+    for module in model.modules():
+        connect(module, recorder)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
+    positions = torch.arange(TOKENS, device=device)[None]
+    # A mask of ones keeps transformers from looking for packed sequences in the positions' values.
+    base, mask = base_of(model), torch.ones_like(tokens)
+    hidden = base(input_ids=tokens, position_ids=positions, attention_mask=mask, **settings_of(base))[0]
+    if not recorder.calls:
+        raise Unservable("does not call attention")
+    head = Head(model)
+    logits = head(hidden[0])
+    if head.calls != 1 or logits.shape[0] != TOKENS:
+        raise Unservable("has a head that does not take the hidden states of its base model")
+    return model, recorder.calls, hidden[0], logits
+
+
+def _layer(call: _Call, path: str, source: int, positions: int) -> MeasuredLayer:
+    query, key, value, settings = call.query, call.key, call.value, call.settings
+    if not query.shape[:1] == key.shape[:1] == (1,) or {t.shape[2] for t in (query, key, value)} != {TOKENS}:
+        raise Unservable(f"attends in {path} to other tokens than those of the step")
+    further = sorted(name for name, found in settings.items() if found is not None and name not in _HARMLESS)
+    if further:
+        raise Unservable(f"passes {further[0]} to attention in {path}, which Quire's attention does not read")
+    scale = settings.get("scaling")
+    return MeasuredLayer(
+        module=path,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        key_width=key.shape[3],
+        value_width=value.shape[3],
+        scale=query.shape[3] ** -0.5 if scale is None else float(scale),
+        source=source,
+        window=_window(call, path, positions),
+        soft_cap=float(settings.get("softcap") or 0.0),
+        sinks=settings.get("s_aux") is not None,
+    )
+
+
+def _window(call: _Call, path: str, positions: int) -> int:
+    """Return the tokens that a token sees, itself included; 0: all before it.
+
+    The mask decides, as for transformers' own functions, of which few read ``sliding_window``.
+    """
+    told = int(call.settings.get("sliding_window") or 0)
+    if call.mask is None:
+        causal = call.settings.get("is_causal")
+        if not (getattr(call.module, "is_causal", True) if causal is None else causal):
+            raise Unservable(f"attends in {path} to later tokens: it is not causal")
+        return told
+    sees = getattr(call.mask, "quire_function", None)
+    if sees is None:
+        raise Unservable(f"adds a mask or a bias of its own to the scores of {path}")
+    last = min(positions, MOST_POSITIONS) - 1
+    keys = torch.arange(last + 1)
+    counts = []
+    for at in (last, last // 2, last // 3):
+        try:
+            seen = torch.as_tensor(sees(torch.tensor(0), torch.tensor(0), torch.tensor(at), keys)).expand(len(keys))
+        except (RuntimeError, NotImplementedError):
+            raise Unservable(f"has a mask of its own in {path}, such as chunked attention") from None
+        counts.append(int(seen.sum()))
+        if seen[at + 1 :].any():
+            raise Unservable(f"attends in {path} to later tokens: it is not causal")
+        if not seen[at + 1 - counts[-1] : at + 1].all():
+            raise Unservable(f"attends in {path} to other tokens than the last ones up to its own")
+    widest = counts[0]
+    if counts[1:] != [min(widest, at + 1) for at in (last // 2, last // 3)]:
+        raise Unservable(f"attends in {path} to windows of unequal lengths, as chunked attention does")
+    return 0 if widest == last + 1 else widest
+
+
+def _check_states(text: Any) -> None:
+    """Refuse layers that keep something else than keys and values from one token to the next."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    kinds = list(getattr(text, "layer_types", None) or [])
+    layers = DynamicCache(config=text).layers
+    for index, layer in enumerate(layers):
+        if type(layer).__name__ != "DummyLayer" and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            kind = kinds[index] if index < len(kinds) else type(layer).__name__
+            raise Unservable(f"has layers of kind {kind}, whose state Quire does not keep")
+
+
+def _num_positions(text: Any) -> int:
+    """Return the number of positions. Beyond it, ``longrope`` would rotate all rows of a step by the longest one."""
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < 2:
+        raise Unservable("has no max_position_embeddings in its config.json")
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        if rope.get("rope_type") == "longrope":
+            positions = min(positions, int(rope.get("original_max_position_embeddings") or positions))
+    return positions
+
+
+def _prepare(hello: bytes) -> tuple[bytes, Answer | None]:
+    import transformers  # once, for the model and its draft model
+
+    return transformers.__version__.encode(), answer
+
+
+def answer(question: bytes) -> bytes:
+    """Return the measured layout of a ``config.json``, or why there is none."""
+    found: MeasuredConfig | Refused
+    try:
+        with quiet():
+            found = measure(question.decode())
+    except Unservable as reason:
+        found = Refused(str(reason))
+    except Exception as error:  # the library, of which any release may raise anything for a hostile config
+        text = f"{type(error).__name__}: {first_line(str(error))[:MAX_SHOWN]}"
+        found = Refused(f"cannot be built by transformers: {text}")
+    return msgspec.msgpack.encode(found)
+
+
+if __name__ == "__main__":
+    serve(_prepare, EXTRA_BYTES)

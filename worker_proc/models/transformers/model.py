@@ -1,0 +1,115 @@
+"""A model that a class of transformers computes, as runner and loader use any other model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.checkpoint import StoredTensor
+from quire.version import install_command
+from quire.worker_proc.attention.backend import LayerAttention
+from quire.worker_proc.models.checkpoint_names import Sources
+from quire.worker_proc.models.model import Inputs, Model, Outputs, scales_of
+from quire.worker_proc.models.transformers.attention import SERVED, Step, connect_layers, register
+from quire.worker_proc.models.transformers.build import (
+    allocate,
+    base_of,
+    build_module,
+    quiet,
+    read_settings,
+    settings_of,
+)
+from quire.worker_proc.models.transformers.head import Head
+from quire.worker_proc.models.transformers.load import tensor_sources
+from quire.worker_proc.models.weight_slot import WeightSlot
+from quire.worker_proc.models.weights import Build
+
+
+class TransformersModel(Model):
+    """A causal language model of transformers, whose attention is Quire's.
+
+    All rows of a step are one sequence for transformers, and only attention and positions know the rows.
+
+    Raises:
+        ConfigError: this process has another version of transformers than was measured.
+    """
+
+    can_be_captured = False  # some classes read values of the device, such as how many tokens an expert has
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        measured = build.config.transformers
+        assert measured is not None
+        self.measured = measured
+        _check_version(measured.version)
+        register(SERVED)
+        with quiet():
+            self.module = build_module(read_settings(measured.settings), build.activation_dtype, SERVED)
+            if str(build.device) != "meta":
+                allocate(self.module, build.device)
+        self.attention = connect_layers(self.module, measured, build.activation_dtype)
+        self._current = self.attention[0].current
+        self._head = Head(self.module)
+        self._base = base_of(self.module)
+        self._settings = settings_of(self._base)
+
+    def __call__(
+        self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
+    ) -> Outputs:
+        """As ``Model.__call__``, writing keys and values."""
+        assert inputs.is_plain, "a model of transformers takes tokens alone, and returns hidden states alone"
+        self._current.step = Step(kv_caches, plans, backend)
+        try:
+            rows = {"input_ids": inputs.token_ids[None], "position_ids": inputs.positions[None]}
+            hidden: torch.Tensor = self._base(**rows, **self._settings)[0]
+            return Outputs(hidden[0])
+        finally:
+            self._current.step = None
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        spec = self.attention[layer].spec
+        return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.build.activation_dtype)
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden).float()
+
+    def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+    def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for layer in self.attention:
+            heads = layer.spec.num_kv_heads
+            own = [half.expand(heads).to(self.build.device).contiguous() for half in scales[layer.measured.source]]
+            layer.spec = replace(layer.spec, k_scale=own[0], v_scale=own[1])
+
+    def kv_meaning(self) -> list[Any]:
+        return [self.measured.class_name, self.measured.version, scales_of(layer.spec for layer in self.attention)]
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.module.parameters())
+
+    def tensor_sources(self, folder: Path, stored: Mapping[str, StoredTensor]) -> Sources:
+        return tensor_sources(folder, stored, self.module, self.weight_slots())
+
+    def _slots(self) -> dict[str, WeightSlot]:
+        """Return the slots by the names of the class. Tied weights share their target."""
+        tensors = self.module.state_dict(keep_vars=True)
+        targets = {id(tensor): tensor.detach() for tensor in tensors.values()}
+        return {name: WeightSlot(targets[id(tensor)], tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _check_version(measured: str) -> None:
+    """Raise ConfigError unless this process has the version of transformers that was measured."""
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"this worker needs transformers {measured}: {install_command('transformers')}") from None
+    if transformers.__version__ != measured:
+        raise ConfigError(
+            f"this worker has transformers {transformers.__version__}, and the model was measured with {measured}: "
+            f"install the same version on all machines"
+        )
