@@ -17,6 +17,7 @@ from tiers import thinned
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.model import Inputs
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.startup.loader import load_weights
 
@@ -124,6 +125,6 @@ def simulated_tokens(model: Decoder, prompt: list[int], count: int) -> list[int]
         windows = [config.window(layer) for layer in range(config.num_layers)]
         batches = [make_batch([(0, length)], table, length, Ask(window=window)) for window in windows]
         caches = [torch.zeros(shape) for _ in windows]
-        hidden = model(torch.tensor(tokens), torch.arange(length), caches, batches, dense)
+        hidden = model(Inputs(torch.tensor(tokens), torch.arange(length)), caches, batches, dense).hidden
         tokens.append(int(model.logits(hidden[-1:]).argmax()))
     return tokens[len(prompt) :]

@@ -26,11 +26,7 @@ TRACES = ("scheduler_proc/trace/lines.py", "router_proc/trace.py")
 METHODS = ("scheduler_proc/", "router_proc/")
 ENUMS = {"Enum", "IntEnum", "StrEnum", "IntFlag", "Flag"}
 OTHER = {"Statistics", "AttentionBackend"}  # LLM.statistics returns it whole to users; an interface
-OTHER |= {
-    "Header",
-    "RouterHeader",
-    "StepSnapshot",
-}  # lines that other schedulers' traces have too, for their programs and for people
+OTHER |= {"Header", "RouterHeader", "StepSnapshot"}  # lines for other programs that read traces, and for people
 MOST_ROWS = 21
 
 METRIC = re.compile(r"^(?:gauge|counter|histogram) (?:\w+ = )?([\w.]+)", re.MULTILINE)
