@@ -1,10 +1,11 @@
 """Layouts of models of transformers: measured in a helper process, and kept for the next start.
 
 Importing transformers takes seconds, so a kept layout saves most of what this costs. It belongs to the bytes of
-``config.json`` and to the versions of transformers and Quire.
+``config.json``, to the version of transformers, and to the code that measures.
 """
 
 import os
+import re
 from contextlib import closing, suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +18,7 @@ from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
 from quire.protocol.process.helper import Helper, HelperDied
 from quire.protocol.process.log import event_logger
-from quire.version import __version__, install_command
+from quire.version import install_command
 
 log = event_logger("launch")
 
@@ -31,7 +32,7 @@ MEASURE_SECONDS = 120.0
 """CPU seconds for one model. The largest that are known, of some hundred layers, take 10."""
 
 MAX_LAYERS = 4096
-MAX_SIZE = 2**31
+MAX_NUMBER = 2**40
 MAX_SETTINGS_BYTES = 2**20
 
 
@@ -49,7 +50,7 @@ def measured_layout(path: Path, raw: dict[str, Any]) -> MeasuredConfig:
     settings = path.read_text(encoding="utf-8")
     if len(settings) > MAX_SETTINGS_BYTES:
         raise ConfigError(f"{path}: has more than {MAX_SETTINGS_BYTES} characters, which no model needs: shorten it")
-    kept = _kept_file(f"{__version__} {installed} {settings}")
+    kept = _kept_file(f"{_measuring_code()} {installed} {settings}")
     if kept is not None:
         with suppress(OSError, msgspec.MsgspecError):  # none yet, or damaged
             return msgspec.msgpack.decode(kept.read_bytes(), type=MeasuredConfig)
@@ -83,7 +84,7 @@ def _check_numbers(path: Path, raw: dict[str, Any]) -> None:
     for part in parts:
         parts += [value for value in part.values() if isinstance(value, dict)]
     for name, value in (field for part in parts for field in part.items()):
-        most = MAX_LAYERS if "layer" in name or name in ("n_block", "num_blocks") else MAX_SIZE
+        most = MAX_LAYERS if re.fullmatch(r"(num|n)_(\w+_)?(layer|block)s?", name) else MAX_NUMBER
         if isinstance(value, int) and abs(value) > most:
             raise ConfigError(f"{path}: {printable(name)[1:-1]} must be at most {most} (got {printable(value)})")
     if raw.get("quantization_config") is not None:
@@ -103,6 +104,12 @@ def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:
         cause = "the machine is too busy" if died.was_starved else f"its process ended by signal {died.signal}"
         raise ConfigError(f"{path}: the model cannot be measured with transformers: {cause}") from None
     return msgspec.msgpack.decode(answer, type=MeasuredConfig | Refused)
+
+
+def _measuring_code() -> str:
+    """Return a hash of the code that measures: its version alone would not change between releases."""
+    folder = Path(__file__).resolve().parents[2].joinpath(*MODULE.split(".")[1:-1])
+    return sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.py")))).hexdigest()
 
 
 def _kept_file(key: str) -> Path | None:

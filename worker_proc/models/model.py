@@ -144,6 +144,9 @@ class Model(Module):
         """
         return find_tensor_sources(folder, stored, self.weight_slots(), self.config)
 
+    def check_loaded(self) -> None:
+        """Raise ConfigError if the loaded model does not compute each row of a step by itself."""
+
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Set the scales of keys and values in an fp8 cache, per layer that owns one; see ``Attention``."""
         raise NotImplementedError("the model keeps no KV")

@@ -35,7 +35,7 @@ def fill_model(model: Model, config: EngineConfig, dtype: torch.dtype, device: t
     On a GPU quantised layers choose their product, and in deterministic mode all layers; it takes the loaded tensors.
 
     Raises:
-        ConfigError: the checkpoint is invalid.
+        ConfigError: the checkpoint is invalid, or the loaded model cannot be served.
     """
     with torch.inference_mode():
         if device.type == "cpu":
@@ -46,10 +46,11 @@ def fill_model(model: Model, config: EngineConfig, dtype: torch.dtype, device: t
             load_weights(model, Path(config.model_path), dtype, progress)
         if device.type == "cpu":
             model.prepack(deterministic=config.deterministic)
-            return
-        for layer in model.modules():
-            if isinstance(layer, QuantisedLinear) or (config.deterministic and isinstance(layer, Linear)):
-                layer.prepack(deterministic=config.deterministic)
+        else:
+            for layer in model.modules():
+                if isinstance(layer, QuantisedLinear) or (config.deterministic and isinstance(layer, Linear)):
+                    layer.prepack(deterministic=config.deterministic)
+        model.check_loaded()
 
 
 def load_weights(model: Model, folder: Path, dtype: torch.dtype, progress: bool) -> None:

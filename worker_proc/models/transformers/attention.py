@@ -4,9 +4,9 @@ transformers calls an attention function with the calling module, so the state o
 modules: two models in a process share nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,29 +20,28 @@ SERVED = "quire"
 _ATTRIBUTE = "quire_attention"
 
 
-class AttentionCall(Protocol):
-    """Computes the attention of a module that it is connected to."""
+@dataclass(slots=True)
+class Call:
+    """One call of the attention function.
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        settings: dict[str, Any],
-    ) -> torch.Tensor:
-        """
-        Args:
-            query: ``[1, num_heads, num_tokens, key_width]``, rotated.
-            key: ``[1, num_kv_heads, num_tokens, key_width]``, rotated.
-            value: ``[1, num_kv_heads, num_tokens, value_width]``.
-            settings: further keyword arguments, as transformers names them.
+    Attributes:
+        module: the module that calls it.
+        query: ``[1, num_heads, num_tokens, key_width]``, rotated.
+        key: ``[1, num_kv_heads, num_tokens, key_width]``, rotated.
+        value: ``[1, num_kv_heads, num_tokens, value_width]``.
+        settings: further keyword arguments, as transformers names them.
+    """
 
-        Returns:
-            ``[1, num_tokens, num_heads, value_width]``.
-        """
-        ...
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    settings: dict[str, Any]
+
+
+Attend = Callable[[Call], torch.Tensor]
+"""Computes a call: ``[1, num_tokens, num_heads, value_width]``."""
 
 
 def register(name: str) -> None:
@@ -52,9 +51,9 @@ def register(name: str) -> None:
     ALL_ATTENTION_FUNCTIONS.register(name, _attend)
 
 
-def connect(module: torch.nn.Module, call: AttentionCall) -> None:
-    """Let ``call`` compute the attention of a module."""
-    setattr(module, _ATTRIBUTE, call)
+def connect(module: torch.nn.Module, attend: Attend) -> None:
+    """Let ``attend`` compute the attention of a module."""
+    setattr(module, _ATTRIBUTE, attend)
 
 
 def _attend(
@@ -65,8 +64,8 @@ def _attend(
     attention_mask: torch.Tensor | None = None,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
-    call: AttentionCall = getattr(module, _ATTRIBUTE)
-    return call(module, query, key, value, attention_mask, settings), None
+    attend: Attend = getattr(module, _ATTRIBUTE)
+    return attend(Call(module, query, key, value, attention_mask, settings)), None
 
 
 @dataclass(slots=True)
@@ -103,26 +102,18 @@ class PagedAttention:
     dtype: torch.dtype
     current: CurrentStep = field(repr=False)
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        settings: dict[str, Any],
-    ) -> torch.Tensor:
-        """As ``AttentionCall``, writing the keys and values of a layer that owns its cache."""
+    def __call__(self, call: Call) -> torch.Tensor:
+        """As ``Attend``, writing the keys and values of a layer that owns its cache."""
         step, measured, width = self.current.step, self.measured, self.spec.head_dim
         assert step is not None, "attention outside of a step"
         if measured.sinks and self.spec.sinks is None:
-            self.spec = replace(self.spec, sinks=settings["s_aux"].detach().float().contiguous())
-        parts = [query] if measured.source != self.layer else [query, key, value]
+            self.spec = replace(self.spec, sinks=call.settings["s_aux"].detach().float().contiguous())
+        source = measured.source
+        parts = [call.query] if source != self.layer else [call.query, call.key, call.value]
         padded = [part if part.shape[3] == width else F.pad(part, (0, width - part.shape[3])) for part in parts]
         qkv = torch.cat(padded, 1)[0].transpose(0, 1).to(self.dtype).contiguous()
-        source = measured.source
         out = step.backend.attend(qkv, step.kv_caches[source], step.plans[source], self.spec, None)
-        return out[..., : measured.value_width].to(query.dtype).unsqueeze(0)
+        return out[..., : measured.value_width].to(call.query.dtype).unsqueeze(0)
 
 
 def connect_layers(model: torch.nn.Module, measured: MeasuredConfig, dtype: torch.dtype) -> list[PagedAttention]:

@@ -6,17 +6,16 @@ helper process (``protocol/process/helper.py``) with limits of time and memory, 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
-from quire.protocol.errors import MAX_SHOWN
+from quire.protocol.errors import MAX_SHOWN, printable
 from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, Refused
 from quire.protocol.process.helper import Answer, serve
 from quire.protocol.process.log import first_line
-from quire.worker_proc.models.transformers.attention import connect, register
+from quire.worker_proc.models.transformers.attention import Call, connect, register
 from quire.worker_proc.models.transformers.build import (
     Unservable,
     allocate,
@@ -46,35 +45,6 @@ _HARMLESS |= {"position_embeddings", "deterministic", "training", "logits_to_kee
 """Keyword arguments of attention that are measured, or that change nothing without a cache and training."""
 
 
-@dataclass(slots=True)
-class _Call:
-    module: torch.nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    mask: torch.Tensor | None
-    settings: dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Recorder:
-    """``AttentionCall`` that notes its calls, and keeps their tensors, by which shared keys are recognised."""
-
-    calls: list[_Call] = field(default_factory=list)
-
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        settings: dict[str, Any],
-    ) -> torch.Tensor:
-        self.calls.append(_Call(module, query, key, value, mask, settings))
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-
-
 def measure(settings: str) -> MeasuredConfig:
     """Measure the class and settings of a ``config.json``, by its text.
 
@@ -84,9 +54,10 @@ def measure(settings: str) -> MeasuredConfig:
     import transformers
 
     config = read_settings(settings)
-    text = config.get_text_config()
+    text, named = config.get_text_config(), config.architectures
     model, calls, hidden, logits = _run(config)
-    _check_states(text)
+    if named and type(model).__name__ != named[0]:
+        raise Unservable(f"is a {printable(named[0])}, and only its {type(model).__name__} can be served")
     if len({call.module for call in calls}) < len(calls):
         raise Unservable("calls attention twice in one layer")
     positions = _num_positions(text)
@@ -96,8 +67,10 @@ def measure(settings: str) -> MeasuredConfig:
     for index, call in enumerate(calls):
         source = owners.setdefault(call.key.untyped_storage()._cdata, index)
         layers.append(_layer(call, paths[call.module], source, positions))
-        if layers[source].kv_shape != layers[index].kv_shape or layers[source].window < layers[index].window:
-            raise Unservable(f"has a layer, {layers[index].module}, that reads another layer's keys with another shape")
+        read, own = layers[source], layers[index]
+        if (read.kv_shape, read.window) != (own.kv_shape, own.window):
+            raise Unservable(f"reads keys of {read.module} in {own.module} with another shape or window")
+    _check_cache(text, layers)
     if len(calls) != text.num_hidden_layers:
         raise Unservable(f"has {text.num_hidden_layers} layers and {len(calls)} calls of attention")
     embedding = model.get_input_embeddings()
@@ -117,19 +90,19 @@ def measure(settings: str) -> MeasuredConfig:
     )
 
 
-def _run(config: Any) -> tuple[Any, list[_Call], torch.Tensor, torch.Tensor]:
+def _run(config: Any) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
     """Return the model, its attention calls, its hidden states and their logits.
 
-    On ``meta``, which needs no memory. Code that reads values, such as a loop over chosen experts, does not run there,
-    and then a small model is run on the CPU.
+    On ``meta``, which needs no memory, in the only dtype in which torch's product of all experts runs there. Code that
+    reads values, such as a loop over chosen experts, does not, and then a small model is run on the CPU.
     """
     _register()
     try:
-        return _run_on(build_module(config, torch.float32, MEASURED), "meta")
-    except (NotImplementedError, RuntimeError, ValueError):
+        return _run_on(build_module(config, torch.bfloat16, MEASURED), "meta")
+    except (NotImplementedError, RuntimeError, ValueError) as error:
         model = build_module(config, torch.float32, MEASURED)
         if sum(weight.numel() for weight in model.parameters()) > SMALL_WEIGHTS:
-            raise
+            raise Unservable(f"cannot be measured without weights, and is large: {first_line(str(error))}") from None
         allocate(model, "cpu")
         for weight in model.parameters():
             weight.zero_()
@@ -151,25 +124,30 @@ def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], d
 
 
 @torch.inference_mode()
-def _run_on(model: Any, device: str) -> tuple[Any, list[_Call], torch.Tensor, torch.Tensor]:
-    recorder = _Recorder()
+def _run_on(model: Any, device: str) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
+    calls: list[Call] = []  # with their tensors, by which shared keys are recognised
+
+    def record(call: Call) -> torch.Tensor:
+        calls.append(call)
+        return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[3])
+
     for module in model.modules():
-        connect(module, recorder)
+        connect(module, record)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(TOKENS, device=device)[None]
     # A mask of ones keeps transformers from looking for packed sequences in the positions' values.
     base, mask = base_of(model), torch.ones_like(tokens)
     hidden = base(input_ids=tokens, position_ids=positions, attention_mask=mask, **settings_of(base))[0]
-    if not recorder.calls:
+    if not calls:
         raise Unservable("does not call attention")
     head = Head(model)
     logits = head(hidden[0])
     if head.calls != 1 or logits.shape[0] != TOKENS:
         raise Unservable("has a head that does not take the hidden states of its base model")
-    return model, recorder.calls, hidden[0], logits
+    return model, calls, hidden[0], logits
 
 
-def _layer(call: _Call, path: str, source: int, positions: int) -> MeasuredLayer:
+def _layer(call: Call, path: str, source: int, positions: int) -> MeasuredLayer:
     query, key, value, settings = call.query, call.key, call.value, call.settings
     if not query.shape[:1] == key.shape[:1] == (1,) or {t.shape[2] for t in (query, key, value)} != {TOKENS}:
         raise Unservable(f"attends in {path} to other tokens than those of the step")
@@ -191,7 +169,7 @@ def _layer(call: _Call, path: str, source: int, positions: int) -> MeasuredLayer
     )
 
 
-def _window(call: _Call, path: str, positions: int) -> int:
+def _window(call: Call, path: str, positions: int) -> int:
     """Return the tokens that a token sees, itself included; 0: all before it.
 
     The mask decides, as for transformers' own functions, of which few read ``sliding_window``.
@@ -224,17 +202,23 @@ def _window(call: _Call, path: str, positions: int) -> int:
     return 0 if widest == last + 1 else widest
 
 
-def _check_states(text: Any) -> None:
-    """Refuse layers that keep something else than keys and values from one token to the next."""
+def _check_cache(text: Any, layers: list[MeasuredLayer]) -> None:
+    """Refuse layers for which transformers' own cache keeps something else than all keys and values in the window."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
     kinds = list(getattr(text, "layer_types", None) or [])
-    layers = DynamicCache(config=text).layers
-    for index, layer in enumerate(layers):
-        if type(layer).__name__ != "DummyLayer" and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            kind = kinds[index] if index < len(kinds) else type(layer).__name__
+    positions = _num_positions(text)
+    caches = DynamicCache(config=text).layers
+    for index, cache in enumerate(caches):
+        if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+            kind = kinds[index] if index < len(kinds) else type(cache).__name__
             raise Unservable(f"has layers of kind {kind}, whose state Quire does not keep")
+    for cache, layer in zip(caches, layers, strict=False):
+        kept = getattr(cache, "sliding_window", 0)
+        if kept < positions and kept not in (0, layer.window):
+            seen = layer.window or "all"
+            raise Unservable(f"keeps {kept} tokens for {layer.module} in transformers' cache, whose mask shows {seen}")
 
 
 def _num_positions(text: Any) -> int:

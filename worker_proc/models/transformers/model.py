@@ -11,7 +11,7 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import StoredTensor
 from quire.version import install_command
-from quire.worker_proc.attention.backend import LayerAttention
+from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
 from quire.worker_proc.models.checkpoint_names import Sources
 from quire.worker_proc.models.model import Inputs, Model, Outputs, scales_of
 from quire.worker_proc.models.transformers.attention import SERVED, Step, connect_layers, register
@@ -27,6 +27,17 @@ from quire.worker_proc.models.transformers.head import Head
 from quire.worker_proc.models.transformers.load import tensor_sources
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
+
+_TRIED_TOKENS = 4
+
+
+class _NoAttention:
+    """``LayerAttention`` whose results are 0."""
+
+    def attend(
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Any, spec: AttentionSpec, rotary: Rotary | None
+    ) -> torch.Tensor:
+        return qkv.new_zeros(len(qkv), spec.num_heads, spec.head_dim)
 
 
 class TransformersModel(Model):
@@ -79,6 +90,23 @@ class TransformersModel(Model):
 
     def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
         return scores
+
+    def check_loaded(self) -> None:
+        """As ``Model.check_loaded``: without attention, a token must not depend on the one before it."""
+        layers = len(self.attention)
+        positions = torch.arange(_TRIED_TOKENS, device=self.build.device)
+        found = []
+        for first in (0, 1):
+            tokens = torch.zeros_like(positions)
+            tokens[0] = first
+            given = Inputs(tokens, positions)
+            found.append(self(given, [positions] * layers, [None] * layers, _NoAttention()).hidden[1:].float())
+        rounding = torch.finfo(self.build.activation_dtype).eps ** 0.5
+        if (found[0] - found[1]).abs().max() > rounding * found[0].abs().max():
+            raise ConfigError(
+                f"{self.measured.class_name} of transformers mixes tokens outside of attention, as a convolution does, "
+                f"and would mix requests: the model cannot be served"
+            )
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         for layer in self.attention:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from checkpoints import greedy_tokens
@@ -100,7 +101,14 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
         ),
         ("bloom", {}, "is a BloomForCausalLM, whose code computes attention itself"),
         ("vit", {}, "is a vit, for which transformers has no causal language model"),
-        ("mpt", {}, "has no interface for it"),
+        ("moshi", {"ffn_dim": 48, "head_dim": 8, "sliding_window": 16}, "keeps 16 tokens for model.layers.0.self_attn"),
+        ("doge", {"head_dim": 8}, "adds a mask or a bias of its own to the scores of model.layers.0.self_attn"),
+        (
+            "gpt_neox",
+            {"architectures": ["GPTNeoXModel"]},
+            "is a 'GPTNeoXModel', and only its GPTNeoXForCausalLM",
+        ),
+        ("falcon", {}, "chooses what computes its attention from a table of its own"),
     ],
 )
 def test_a_model_that_computes_something_else_is_refused(family: str, changes: dict[str, Any], reason: str) -> None:
@@ -145,6 +153,30 @@ def test_joined_experts_are_checked(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"another part of model.layers.2.mlp.experts.gate_up_proj has non-finite"):
         engine(tmp_path)
+
+
+def test_a_class_that_mixes_tokens_outside_of_attention_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
+
+    make_tiny(tmp_path, "gpt_neox")
+    plain = GPTNeoXMLP.forward
+    monkeypatch.setattr(GPTNeoXMLP, "forward", lambda self, x: plain(self, x) + x.roll(1, 1))
+    with pytest.raises(ConfigError, match="GPTNeoXForCausalLM of transformers mixes tokens outside of attention"):
+        engine(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_dtypes_stay_close(dtype: str, tmp_path: Path) -> None:
+    """Log probabilities in 16 bits, of experts, with routers that the class keeps in float32."""
+    make_tiny(tmp_path, "deepseek_v3")
+    found = []
+    for each in ("float32", dtype):
+        served = engine(tmp_path, dtype=each, kv_cache_dtype=each)
+        served.add("0", PROMPTS[0], max_tokens=1, logprobs=1)
+        found.append(np.frombuffer(served.run()["0"].logprobs[0], np.float32)[0])
+    assert abs(found[0] - found[1]) < 0.3
 
 
 def test_another_version_of_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
