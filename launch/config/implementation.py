@@ -42,9 +42,14 @@ def read_model(folder: Path, wanted: Implementation = "auto") -> ModelConfig:
 
 
 def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
-    """Raise ConfigError for a setting that models of transformers do not have."""
+    """Raise ConfigError for a setting, or a head, that models of transformers do not have."""
     if model.transformers is None:
         return
+    if model.pooling is not None and model.pooling.labels and not model.pooling.label_token_ids:
+        raise ConfigError(
+            f"the head for labels of {model.architecture} is not supported: transformers computes "
+            f"{model.transformers.class_name}, which generates and embeds"
+        )
     refused = {
         "--deterministic": settings.deterministic,
         "--tensor-parallel-size above 1": settings.tensor_parallel_size > 1,

@@ -173,21 +173,47 @@ def test_what_the_helper_answers_is_one_line(
         read_model(write(tmp_path, NEOX))
 
 
-@pytest.mark.parametrize(
-    "given, flag",
-    [
-        ({"deterministic": True}, "--deterministic"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size above 1"),
-        ({"enable_lora": True}, "--enable-lora"),
-        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts"),
-        ({"quantization": "int8"}, "--quantization"),
-    ],
-)
-def test_settings_without_support_are_refused_by_name(
-    given: dict[str, Any], flag: str, tmp_path: Path, measured: list[str]
-) -> None:
-    options = EngineOptions(model_impl="transformers", load_format="dummy", **given)
-    with pytest.raises(ConfigError, match=f"{flag} is not supported for LlamaForCausalLM, .*--model-impl native"):
+FEATURES: dict[str, dict[str, Any]] = {
+    "prefix cache, prompts in chunks, preemption, asynchronous scheduling": {},
+    "drafts: n-grams, suffixes": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
+    "draft models: native or of transformers, of targets that are either": {},
+    "grammars, log probabilities of answers and prompts, beam search": {},
+    "running forks, sessions, the offline API": {},
+    "vectors (`--pooling`)": {"pooling": "last"},
+    "8-bit KV cache, with calculated scales": {"kv_cache_dtype": "fp8", "calculate_kv_scales": True},
+    "host memory and disk behind the prefix cache": {"cpu_offload_bytes": 2**20},
+    "traces and replay, recovery, `--load-format dummy`": {},
+    "bitwise equal answers": {"deterministic": True},
+    "tensor parallelism": {"tensor_parallel_size": 2},
+    "LoRA adapters": {"enable_lora": True},
+    "the chosen experts": {"enable_return_routed_experts": True},
+    "rounding weights at the start": {"quantization": "int8"},
+    "quantised checkpoints": {"quantization_config": {"quant_method": "fp8"}},
+    "a head for labels": {"architectures": ["GPTNeoXForSequenceClassification"]},
+}
+"""Rows of the table of docs/models.md: flags, or fields of ``config.json``. Those without either have none."""
+
+
+def outcome(folder: Path, given: dict[str, Any]) -> str:
+    fields = {name: value for name, value in given.items() if name in ("architectures", "quantization_config")}
+    flags = {name: value for name, value in given.items() if name not in fields}
+    options = EngineOptions(model_impl="transformers", load_format="dummy", **flags)
+    try:
+        make_engine_config(options, folder=write(folder, NEOX | {"id2label": {"0": "a", "1": "b"}} | fields))
+    except ConfigError as refusal:
+        return f"refused: {refusal}".replace(f"{folder}/", "")
+    return "works"
+
+
+def test_the_table_of_features_is_what_happens(tmp_path: Path, measured: list[str]) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    rows = [f"| {name} | {outcome(tmp_path, given)} |" for name, given in FEATURES.items()]
+    assert "\n".join(["| feature | |", "|---|---|", *rows, ""]) in text
+
+
+def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measured: list[str]) -> None:
+    options = EngineOptions(model_impl="transformers", load_format="dummy", deterministic=True)
+    with pytest.raises(ConfigError, match=r"--deterministic is not supported for Llama.*, or set --model-impl native"):
         make_engine_config(options, folder=write(tmp_path, LLAMA))
 
 

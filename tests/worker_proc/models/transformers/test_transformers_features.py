@@ -1,0 +1,176 @@
+"""What an engine can do, with models that transformers computes: tokens and numbers are those of transformers."""
+
+import functools
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from checkpoints import greedy_tokens, make_checkpoint
+from grammar_cases import DEMO, EOS, text_of
+from inprocess import InProcessEngine
+from tiny_transformers import make_tiny
+
+from quire.launch.config import measured_layouts
+from quire.launch.config.implementation import read_model
+from quire.protocol.config import SpeculativeConfig
+from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.protocol.request.structured_outputs import StructuredOutputs
+from quire.worker_proc.models.transformers import measure as measuring
+
+pytestmark = pytest.mark.full
+
+FAMILIES = {
+    "gpt_neox": {},
+    "gpt2": {},
+    "deepseek_v3": {},
+    "gemma3n_text": {},
+    "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+NUM_TOKENS = 14
+START = [3 + 7 * i % 90 for i in range(20)]
+PROMPTS = [START[: 20 - 3 * n] + [5 + (11 * i + 17 * n) % 90 for i in range(9 * n + 1)] for n in range(6)]
+"""With common prefixes of all lengths, and lengths from 21 to 51."""
+NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+SUFFIX: dict[str, Any] = {"method": "suffix", "adaptive": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks of 7": {"long_prefill_token_threshold": 7},
+    "synchronous": {"async_scheduling": False, "enable_prefix_caching": False},
+    "preempted": {"num_blocks_override": 15},
+    "n-grams": {"num_speculative_tokens": 3, "speculative": NGRAM},
+    "suffixes, preempted": {"num_speculative_tokens": 3, "speculative": SUFFIX, "num_blocks_override": 15},
+}
+
+Checkpoint = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_process() -> Any:
+    """Measure in this process, which has imported transformers already, and keep nothing."""
+
+    def measure(path: Path, settings: str) -> MeasuredConfig | Refused:
+        return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_layouts, "_measure", measure)
+        patch.setattr(measured_layouts, "_kept_file", lambda key: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return a factory of folders with tiny checkpoints, and their models. Quire has code of its own for llama only."""
+
+    @functools.cache
+    def make(family: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(family)
+        if family == "llama":
+            return folder, make_checkpoint(folder, family)
+        return folder, make_tiny(folder, family, **FAMILIES[family])
+
+    return make
+
+
+@functools.cache
+def greedy(model: Any) -> list[list[int]]:
+    return [greedy_tokens(model, [prompt], NUM_TOKENS)[0] for prompt in PROMPTS]
+
+
+def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
+    return InProcessEngine(folder, **({"block_size": 8, "max_model_len": 128, "num_blocks_override": 64} | settings))
+
+
+def check_greedy(engine: InProcessEngine, model: Any) -> None:
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(str(index), prompt, max_tokens=NUM_TOKENS)
+    answers = engine.run()
+    assert [answers[str(index)].tokens for index in range(len(PROMPTS))] == greedy(model)
+
+
+@pytest.mark.parametrize(
+    "family, way", [*zip(FAMILIES, WAYS, strict=True), *zip(FAMILIES, [*WAYS][2:] + [*WAYS][:2], strict=True)]
+)
+def test_greedy_tokens(family: str, way: str, checkpoint: Checkpoint) -> None:
+    folder, model = checkpoint(family)
+    engine = engine_of(folder, **WAYS[way])
+    check_greedy(engine, model)
+    statistics = engine.statistics()
+    assert statistics.num_preemptions > 0 or "preempted" not in way
+    assert statistics.num_draft_tokens > 0 or "speculative" not in WAYS[way]
+
+
+@pytest.mark.parametrize(
+    "target, draft", [("gpt_neox", "llama"), ("llama", "gpt_neox"), ("gemma3n_text", "gemma3n_text")]
+)
+def test_draft_models(target: str, draft: str, checkpoint: Checkpoint) -> None:
+    (folder, model), (draft_folder, _) = checkpoint(target), checkpoint(draft)
+    chosen = SpeculativeConfig(
+        method="draft_model", model=read_model(draft_folder), model_path=str(draft_folder), adaptive=False
+    )
+    engine = engine_of(folder, speculative=chosen, num_speculative_tokens=3)
+    check_greedy(engine, model)
+    found = engine.statistics()
+    assert found.num_draft_tokens > 0 and (found.num_accepted_tokens > 0 or target != draft)
+
+
+def test_log_probabilities(checkpoint: Checkpoint) -> None:
+    folder, model = checkpoint("cohere2")
+    engine = engine_of(folder)
+    engine.add("0", PROMPTS[2], max_tokens=NUM_TOKENS, logprobs=1)
+    answer = engine.run()["0"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([PROMPTS[2] + answer.tokens])).logits[0, len(PROMPTS[2]) - 1 : -1]
+    wanted = logits.log_softmax(-1)[torch.arange(NUM_TOKENS), torch.tensor(answer.tokens)].numpy()
+    found = np.array([np.frombuffer(each, np.float32)[0] for each in answer.logprobs])
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks_override": 13}], ids=["", "preempted"])
+@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3"])
+def test_beams(family: str, settings: dict[str, Any], checkpoint: Checkpoint) -> None:
+    folder, model = checkpoint(family)
+    engine = engine_of(folder, **settings)
+    for index, prompt in enumerate(PROMPTS[:2]):
+        engine.add(str(index), prompt, max_tokens=8, use_beam_search=True, beam_width=3)
+    answers = engine.run()
+    for index, prompt in enumerate(PROMPTS[:2]):
+        with torch.inference_mode():
+            given = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 8, "min_new_tokens": 8}
+            ids = torch.tensor([prompt])
+            more = {"eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+            wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **given, **more)
+        assert [each.tokens for each in answers[str(index)].hypotheses] == wanted[:, len(prompt) :].tolist()
+
+
+def test_forks(checkpoint: Checkpoint) -> None:
+    """A child that is forked while its parent decodes has the tokens of a request with the same text."""
+    folder, model = checkpoint("gemma3n_text")
+    engine = engine_of(folder)
+    engine.add("parent", PROMPTS[1], max_tokens=60, temperature=1.2, seed=3)
+    while len(engine.answers["parent"].tokens) < 9:
+        engine.step()
+    known = PROMPTS[1] + engine.answers["parent"].tokens[:7]
+    engine.add("child", [], forked_from=("parent", len(known)), max_tokens=8 + 7)
+    engine.step()
+    assert "child" in {request.request_id for request in engine.scheduler.table.running.values()}, "not forked"
+    assert engine.run()["child"].tokens[:8] == greedy_tokens(model, [known], 8)[0]
+
+
+def test_grammars(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "gpt2", vocab_size=1024, eos_token_id=EOS)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    tokens = []
+    for settings in ({}, {"num_blocks_override": 15, **WAYS["n-grams"]}):
+        engine = engine_of(tmp_path, **settings)
+        for index, prompt in enumerate(PROMPTS):
+            wanted = StructuredOutputs(regex="[a-c]{12,30}!")
+            engine.add(str(index), prompt, max_tokens=40, temperature=1.0, seed=index, structured_outputs=wanted)
+        tokens.append([answer.tokens for answer in engine.run().values()])
+        engine.grammars.close()
+    assert all(re.fullmatch("[a-c]{12,30}!", text_of(each)) for each in tokens[0])
+    assert tokens[0] == tokens[1]
