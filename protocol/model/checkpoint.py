@@ -32,6 +32,8 @@ EMBEDDING = "model.embed_tokens.weight"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED_BYTES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "I64": 8}
 """Dtypes of quantised weights, their scales and zero points. Each weight slot allows only its own."""
+MASK_BYTES = {"BOOL": 1}
+"""Dtype of the causal masks in old checkpoints, which classes of transformers ignore by name."""
 MAX_DIMENSIONS = 8
 
 _RENAMED = (
@@ -82,7 +84,7 @@ class StoredTensor:
     def num_bytes(self) -> int:
         if self.gguf is not None:
             return self.gguf.num_bytes
-        return prod(self.shape) * (DTYPE_BYTES | PACKED_BYTES)[self.dtype]
+        return prod(self.shape) * (DTYPE_BYTES | PACKED_BYTES | MASK_BYTES)[self.dtype]
 
 
 def stored_tensors(folder: Path, *, renamed: bool = True) -> dict[str, StoredTensor]:
@@ -97,6 +99,7 @@ def stored_tensors(folder: Path, *, renamed: bool = True) -> dict[str, StoredTen
     if is_gguf(folder):
         return _gguf_tensors(folder)
     check_links(folder)
+    allowed = DTYPE_BYTES | PACKED_BYTES | ({} if renamed else MASK_BYTES)
     stored: dict[str, StoredTensor] = {}
     for file, expected in _files(folder).items():
         tensors = _read_header(file)
@@ -109,7 +112,7 @@ def stored_tensors(folder: Path, *, renamed: bool = True) -> dict[str, StoredTen
         for tensor in tensors:
             if "rotary_emb." in tensor.name:
                 continue  # precomputed tables in old checkpoints; they follow from config.json
-            if tensor.dtype not in DTYPE_BYTES | PACKED_BYTES:
+            if tensor.dtype not in allowed:
                 raise ConfigError(
                     f"{file}: tensor {tensor.name} has dtype {tensor.dtype}; supported: {', '.join(DTYPE_BYTES)}"
                 )

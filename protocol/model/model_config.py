@@ -313,8 +313,8 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Head]:
     name, head = family_of(architecture) if isinstance(architecture, str) else ("", "tokens")
     if name not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
-            f"{where}: architecture {printable(architecture)} is not supported{_own_code(raw)}; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+            f"{where}: architecture {printable(architecture)} is not supported by Quire's own code{_own_code(raw)}: "
+            f"docs/models.md has the list; --model-impl transformers serves most others"
         )
     return name, "tokens" if scores_by_tokens(raw) else head
 

@@ -123,10 +123,12 @@ def test_error_names_file_and_field_in_one_line(changes: dict[str, Any], error: 
     assert text.startswith("config.json: ") and error in text and "\n" not in text
 
 
-def test_unsupported_architecture_error_lists_supported_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_unsupported_architecture_error_says_where_the_list_is() -> None:
+    """The list itself would fill half a screen."""
+    with pytest.raises(ConfigError, match=r"'MambaForCausalLM' is not supported by .*: docs/models\.md has the list"):
         parse(architectures=["MambaForCausalLM"])
-    assert all(name in str(caught.value) for name in SUPPORTED_ARCHITECTURES) and len(SUPPORTED_ARCHITECTURES) == 35
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert all(name in page for name in SUPPORTED_ARCHITECTURES)
 
 
 def write(folder: Path, config: Any, generation: Any = None) -> Path:

@@ -77,7 +77,8 @@ def tensor_sources(
 
 def _is_ignored(name: str, model: Any) -> bool:
     """Whether the class ignores a stored tensor, or it is a scale of the KV cache, which another part reads."""
-    return kv_scale_of(name) is not None or _matches(name, model._keys_to_ignore_on_load_unexpected)
+    ignored = [*model._keys_to_ignore_on_load_unexpected, r"(^|\.)position_ids$"]
+    return kv_scale_of(name) is not None or _matches(name, ignored)
 
 
 def _matches(name: str, patterns: Any) -> bool:

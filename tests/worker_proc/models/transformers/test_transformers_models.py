@@ -145,6 +145,20 @@ def test_weights_that_do_not_fit_are_refused(change: Any, reason: str, tmp_path:
     assert reason in str(caught.value)
 
 
+def test_constants_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
+    """Pythia's and GPT-2's files have the causal mask of each layer, and GPT-2's lack the prefix of the base model."""
+    for family, constants in (("gpt_neox", ("attention.bias", "attention.masked_bias")), ("gpt2", ("attn.bias",))):
+        model = make_tiny(tmp_path / family, family)
+        tensors = load_file(tmp_path / family / "model.safetensors")
+        first = next(name for name in tensors if ".0." in name).partition(".0.")[0]
+        tensors |= {f"{first}.0.{name}": torch.ones(1, 1, 8, 8, dtype=torch.bool) for name in constants}
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+        save_file(tensors, tmp_path / family / "model.safetensors")
+        served = engine(tmp_path / family)
+        served.add("0", PROMPTS[0], max_tokens=4)
+        assert served.run()["0"].tokens == greedy_tokens(model, [PROMPTS[0]], 4)[0]
+
+
 def test_joined_experts_are_checked(tmp_path: Path) -> None:
     make_tiny(tmp_path, "deepseek_v3")
     tensors = load_file(tmp_path / "model.safetensors")
