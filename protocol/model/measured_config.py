@@ -50,6 +50,8 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
         intermediate_size: largest output of a linear layer except the head, for the memory plan.
         max_position: number of positions.
         layers: the attention calls, in the order of the forward pass.
+        replaceable: paths of linear layers and embeddings whose weights only their own code reads, with ``*`` for each
+            number. Linear layers of one list had the same input, so that one product can compute them.
     """
 
     class_name: str
@@ -60,6 +62,7 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     intermediate_size: int
     max_position: int
     layers: list[MeasuredLayer]
+    replaceable: list[list[str]] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -111,7 +111,7 @@ class PagedAttention:
         source = measured.source
         parts = [call.query] if source != self.layer else [call.query, call.key, call.value]
         padded = [part if part.shape[3] == width else F.pad(part, (0, width - part.shape[3])) for part in parts]
-        qkv = torch.cat(padded, 1)[0].transpose(0, 1).to(self.dtype).contiguous()
+        qkv = torch.cat([part.transpose(1, 2) for part in padded], 2)[0].to(self.dtype)
         out = step.backend.attend(qkv, step.kv_caches[source], step.plans[source], self.spec, None)
         return out[..., : measured.value_width].to(call.query.dtype).unsqueeze(0)
 

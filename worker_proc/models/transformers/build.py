@@ -6,7 +6,7 @@ Code beside a checkpoint (``auto_map``) is never run, and nothing is downloaded.
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from inspect import Parameter, signature
 from pathlib import Path
@@ -76,7 +76,7 @@ def build_module(config: Any, dtype: torch.dtype, attention: str) -> Any:
     base_of(model)
     model.tie_weights()
     for path, weight in model.named_parameters():
-        if _stays_wide(model, path, dtype):
+        if stays_wide(model, path, dtype):
             weight.data = weight.data.float()
     return model.requires_grad_(False)
 
@@ -102,20 +102,24 @@ def base_of(model: Any) -> Any:
     return getattr(model, base_name(model))
 
 
-def _stays_wide(model: Any, path: str, dtype: torch.dtype) -> bool:
+def stays_wide(model: Any, path: str, dtype: torch.dtype) -> bool:
     """Whether a weight is float32 whatever the model's dtype, as its class asks: routers' biases, some norms."""
     names = set(model._keep_in_fp32_modules_strict if dtype is not torch.float32 else ())
     names |= set(model._keep_in_fp32_modules if dtype is torch.float16 else ())
     return any(re.search(name.replace("*", ".*"), path) for name in names)
 
 
-def allocate(model: Any, device: torch.device | str) -> None:
-    """Move a model from ``meta`` to a device: weights with any values, and buffers as their classes compute them."""
+def allocate(model: Any, device: torch.device | str, without: Set[int] = frozenset()) -> None:
+    """Move a model from ``meta`` to a device: weights with any values, and buffers as their classes compute them.
+
+    Args:
+        without: ids of weights that stay on ``meta``.
+    """
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and id(weight) not in made:
-                own = torch.empty_like(weight, device=device)
+                own = torch.empty_like(weight, device="meta" if id(weight) in without else device)
                 made[id(weight)] = torch.nn.Parameter(own, requires_grad=False)
                 made[id(weight)]._is_hf_initialized = True  # type: ignore[attr-defined]  # not to be drawn at random
             module._parameters[name] = weight if weight is None else made[id(weight)]

@@ -26,6 +26,7 @@ from quire.worker_proc.models.transformers.build import (
     settings_of,
 )
 from quire.worker_proc.models.transformers.head import Head
+from quire.worker_proc.models.transformers.watch import replaceable, watch
 
 MEASURED = "quire_measured"
 """Name of the attention function while measuring. Unlike ``SERVED`` it has a mask function, whose masks say which
@@ -56,6 +57,7 @@ def measure(settings: str) -> MeasuredConfig:
     config = read_settings(settings)
     text, named = config.get_text_config(), config.architectures
     model, calls, hidden, logits = _run(config)
+    layers_to_replace = replaceable(model)  # before the weights are looked at here
     if named and type(model).__name__ != named[0]:
         raise Unservable(f"is a {printable(named[0])}, and only its {type(model).__name__} can be served")
     if len({call.module for call in calls}) < len(calls):
@@ -87,6 +89,7 @@ def measure(settings: str) -> MeasuredConfig:
         intermediate_size=max((part.out_features for part in linears), default=4 * hidden.shape[1]),
         max_position=positions,
         layers=layers,
+        replaceable=layers_to_replace,
     )
 
 
@@ -123,7 +126,7 @@ def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], d
     return mask
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode, in which tensors have no versions
 def _run_on(model: Any, device: str) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
     calls: list[Call] = []  # with their tensors, by which shared keys are recognised
 
@@ -133,6 +136,7 @@ def _run_on(model: Any, device: str) -> tuple[Any, list[Call], torch.Tensor, tor
 
     for module in model.modules():
         connect(module, record)
+    watch(model)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(TOKENS, device=device)[None]
     # A mask of ones keeps transformers from looking for packed sequences in the positions' values.

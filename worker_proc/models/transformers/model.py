@@ -23,8 +23,11 @@ from quire.worker_proc.models.transformers.build import (
     read_settings,
     settings_of,
 )
+from quire.worker_proc.models.transformers.gates import use_gates
 from quire.worker_proc.models.transformers.head import Head
+from quire.worker_proc.models.transformers.linears import Products
 from quire.worker_proc.models.transformers.load import tensor_sources
+from quire.worker_proc.models.transformers.norms import use_norms
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 
@@ -60,8 +63,12 @@ class TransformersModel(Model):
         register(SERVED)
         with quiet():
             self.module = build_module(read_settings(measured.settings), build.activation_dtype, SERVED)
+            self.products = Products(self.module, measured.replaceable, build)
             if str(build.device) != "meta":
-                allocate(self.module, build.device)
+                allocate(self.module, build.device, self.products.weights)
+        use_gates(self.module, self.products.joined, build.ops)
+        self.products.install()
+        use_norms(self.module, build.ops)
         self.attention = connect_layers(self.module, measured, build.activation_dtype)
         self._current = self.attention[0].current
         self._head = Head(self.module)
@@ -80,6 +87,7 @@ class TransformersModel(Model):
             return Outputs(hidden[0])
         finally:
             self._current.step = None
+            self.products.end_step()
 
     def attention_shape(self, layer: int) -> AttentionShape:
         spec = self.attention[layer].spec
@@ -118,7 +126,12 @@ class TransformersModel(Model):
         return [self.measured.class_name, self.measured.version, scales_of(layer.spec for layer in self.attention)]
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        return list(self.module.parameters())
+        return [*self.module.parameters(), *super().parameters()]
+
+    def prepack(self, *, deterministic: bool = False) -> bool:
+        packed = super().prepack(deterministic=deterministic)
+        self.products.prepack()
+        return packed
 
     def tensor_sources(self, folder: Path, stored: Mapping[str, StoredTensor]) -> Sources:
         return tensor_sources(folder, stored, self.module, self.weight_slots())
@@ -127,7 +140,8 @@ class TransformersModel(Model):
         """Return the slots by the names of the class. Tied weights share their target."""
         tensors = self.module.state_dict(keep_vars=True)
         targets = {id(tensor): tensor.detach() for tensor in tensors.values()}
-        return {name: WeightSlot(targets[id(tensor)], tuple(tensor.shape)) for name, tensor in tensors.items()}
+        own = {name: WeightSlot(targets[id(tensor)], tuple(tensor.shape)) for name, tensor in tensors.items()}
+        return own | self.products.weight_slots()
 
 
 def _check_version(measured: str) -> None:
