@@ -38,28 +38,35 @@ def read_model(folder: Path, wanted: Implementation = "auto") -> ModelConfig:
     if not architecture:
         found = printable(raw.get("architectures"))
         raise ConfigError(f"{path}: architectures must name the model's class (got {found})")
-    return load_model_config(folder, measured_layout(path, raw))
+    model = load_model_config(folder, measured_layout(path, raw))
+    _check_format(model)
+    return model
 
 
 def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
-    """Raise ConfigError for a setting, or a head, that models of transformers do not have."""
+    """Raise ConfigError for a setting that models of transformers do not have."""
     if model.transformers is None:
         return
-    if model.pooling is not None and model.pooling.labels and not model.pooling.label_token_ids:
-        raise ConfigError(
-            f"the head for labels of {model.architecture} is not supported: transformers computes "
-            f"{model.transformers.class_name}, which generates and embeds"
-        )
+    _check_format(model)
     refused = {
         "--deterministic": settings.deterministic,
         "--tensor-parallel-size above 1": settings.tensor_parallel_size > 1,
-        "--enable-lora": settings.enable_lora,
+        "--enable-lora": settings.enable_lora and not model.transformers.linears,
         "--enable-return-routed-experts": settings.enable_return_routed_experts,
-        "--quantization": model.weight_format is not None,
     }
     flag = next((name for name, given in refused.items() if given), None)
     if flag is not None:
         own = f", or set {FLAG} native" if is_native(model.architecture) else ""
         raise ConfigError(
             f"{flag} is not supported for {model.architecture}, which transformers computes: omit the flag{own}"
+        )
+
+
+def _check_format(model: ModelConfig) -> None:
+    """Raise ConfigError if weights are to be quantised that are in no linear layer, such as joined experts."""
+    measured = model.transformers
+    if model.weight_format is not None and measured is not None and measured.outside:
+        raise ConfigError(
+            f"quantised weights are not supported for {measured.class_name} of transformers: most of its weights, such "
+            f"as {measured.outside}, are in no linear layer: use a checkpoint in 16 bits, without --quantization"
         )

@@ -87,11 +87,6 @@ def _check_numbers(path: Path, raw: dict[str, Any]) -> None:
         most = MAX_LAYERS if re.fullmatch(r"(num|n)_(\w+_)?(layer|block)s?", name) else MAX_NUMBER
         if isinstance(value, int) and abs(value) > most:
             raise ConfigError(f"{path}: {printable(name)[1:-1]} must be at most {most} (got {printable(value)})")
-    if raw.get("quantization_config") is not None:
-        raise ConfigError(
-            f"{path}: quantization_config is not supported for models that transformers computes: use the checkpoint "
-            f"in 16 bits"
-        )
 
 
 def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:

@@ -79,14 +79,13 @@ class AdapterPart:
     """What an adapter adds to one projection: ``scale * B (A x)``.
 
     Attributes:
-        projection: full name below the layer, for example ``self_attn.q_proj``, ``mlp.experts.3.gate_proj``, or
-            ``mlp.gate`` for the router of a layer with experts.
+        module: full name of the projection, for example ``model.layers.0.self_attn.q_proj``, or below a layer
+            ``mlp.experts.3.gate_proj``, or ``mlp.gate`` for the router of a layer with experts.
         a: ``[rank, inputs]``.
         b: ``[outputs, rank]``.
     """
 
-    layer: int
-    projection: str
+    module: str
     a: AdapterTensor
     b: AdapterTensor
     scale: float
@@ -118,7 +117,10 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int) -> Adapter:
     Raises:
         AdapterError: one line that names the folder and what is wrong.
     """
-    layers = [projection_shapes(model, layer) for layer in range(model.num_layers)]
+    if model.transformers is None:
+        layers = [projection_shapes(model, layer) for layer in range(model.num_layers)]
+    else:
+        layers = [model.transformers.linears]
     raw, data = _read_files(folder, 4 * largest_bytes(layers, max_rank) + 2**20, max_rank)
     digest = hashlib.sha256(b"quire adapter 1 %d " % len(raw))
     digest.update(raw)
@@ -131,11 +133,11 @@ def read_adapter(folder: Path, model: ModelConfig, max_rank: int) -> Adapter:
     config = parse_adapter_config(settings, config_path, max_rank)
     pairs = _pairs(folder / WEIGHTS, data)
     parts = [part for name, pair in pairs.items() for part in _parts(folder, name, pair, config, model, layers)]
-    seen: set[tuple[int, str]] = set()
+    seen: set[str] = set()
     for part in parts:
-        if (part.layer, part.projection) in seen:
-            raise AdapterError(f"{folder}: two tensors adapt model.layers.{part.layer}.{part.projection}")
-        seen.add((part.layer, part.projection))
+        if part.module in seen:
+            raise AdapterError(f"{folder}: two tensors adapt {part.module}")
+        seen.add(part.module)
     num_bytes = sum(tensor.data.nbytes for pair in pairs.values() for tensor in pair)
     return Adapter(folder, digest.digest(), max(part.rank for part in parts), num_bytes, tuple(parts))
 
@@ -253,6 +255,17 @@ def _parts(
 ) -> Iterator[AdapterPart]:
     """Yield the parts that one module's matrices are: one, or one per projection and expert of a fused module."""
     a, b = pair
+    if model.transformers is not None:
+        if name not in layers[0]:
+            raise AdapterError(
+                f"{folder}: tensor {a.name} adapts {printable(name)}, which is not supported; supported are linear "
+                f"layers outside of experts, such as {', '.join(list(layers[0])[:6])}"
+            )
+        outputs, inputs = layers[0][name]
+        _require(folder, a, (config.rank_of(name), inputs))
+        _require(folder, b, (outputs, config.rank_of(name)))
+        yield AdapterPart(name, a, b, config.scale_of(name))
+        return
     match = _LAYER.fullmatch(full_name(f"{name}.weight").removesuffix(".weight"))
     if match is None or int(match[1]) >= model.num_layers:
         raise AdapterError(
@@ -276,7 +289,7 @@ def _parts(
     first = 0
     for part in own:
         rows = slice(first, first + shapes[part][0])
-        yield AdapterPart(layer, part, a, b.take(rows, slice(None)), config.scale_of(name))
+        yield AdapterPart(f"model.layers.{layer}.{part}", a, b.take(rows, slice(None)), config.scale_of(name))
         first = rows.stop
 
 
@@ -300,7 +313,7 @@ def _expert_parts(
         own = a.take(slice(expert * rank, (expert + 1) * rank), slice(None))
         for projection, rows in cuts.items():
             part = b.take(rows, slice(expert, None, count))
-            yield AdapterPart(layer, f"mlp.experts.{expert}.{projection}", own, part, scale)
+            yield AdapterPart(f"model.layers.{layer}.mlp.experts.{expert}.{projection}", own, part, scale)
 
 
 def _require(folder: Path, tensor: AdapterTensor, shape: tuple[int, int]) -> None:

@@ -57,6 +57,7 @@ _RENAMED = (
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MIXTRAL_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(w[123])\.(\w+)")
 _WEIGHT = re.compile(r"model\.layers\..*(?:\.weight|\.experts\.(?:gate_up_proj|down_proj))")
+_ANY_WEIGHT = re.compile(r".*\.weight")
 _SCALES = (".weight_scale", ".weight_scale_inv", ".scales")
 _NARROW = {"F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
@@ -170,10 +171,11 @@ def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config:
         raise ConfigError(
             f"{head.file}: tensor {head.name}: a quantised output head is not supported: leave lm_head in 16 bits"
         )
+    pattern = _WEIGHT if config.transformers is None else _ANY_WEIGHT
     plain = [
         name.removesuffix(".weight")
         for name, tensor in stored.items()
-        if tensor.dtype in DTYPE_BYTES and len(tensor.shape) > 1 and _WEIGHT.fullmatch(name)
+        if tensor.dtype in DTYPE_BYTES and len(tensor.shape) > 1 and pattern.fullmatch(name)
     ]
     scales = {tensor.dtype for name, tensor in stored.items() if name.endswith(_SCALES)}
     dtype = _NARROW.get(next(iter(scales)), "float32") if len(scales) == 1 else "float32"

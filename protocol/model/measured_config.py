@@ -52,6 +52,8 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
         layers: the attention calls, in the order of the forward pass.
         replaceable: paths of linear layers and embeddings whose weights only their own code reads, with ``*`` for each
             number. Linear layers of one list had the same input, so that one product can compute them.
+        linears: outputs and inputs of those linear layers but the head and lists of experts, by their paths.
+        outside: path of the largest weight that no such layer has, if most weights are of that kind; otherwise "".
     """
 
     class_name: str
@@ -63,6 +65,8 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     max_position: int
     layers: list[MeasuredLayer]
     replaceable: list[list[str]] = []
+    linears: dict[str, tuple[int, int]] = {}
+    outside: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

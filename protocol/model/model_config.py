@@ -228,6 +228,8 @@ def _measured_config(raw: dict[str, Any], where: str, eos: list[int], measured: 
     fields = Fields({**(inner if isinstance(inner, dict) else {}), **own}, where)
     dtype, architecture = _dtype(fields), named_architecture(raw)
     settings = measured_settings(measured)
+    form, fp8_kv_cache = parse_quantisation(raw, architecture, where)
+    settings |= {"weight_format": form, "fp8_kv_cache": fp8_kv_cache}
     return ModelConfig(architecture=architecture, dtype=dtype, eos_token_ids=sorted(set(eos)), **settings)
 
 

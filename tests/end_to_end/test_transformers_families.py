@@ -27,25 +27,33 @@ EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
-    "biogpt": {},
     "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 256, "rotary_dim": 8},
     "cohere": {},
     "cohere2": WINDOWS,
     "deepseek_v2": MLA | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v3": {},
-    "dots1": EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "dots1": EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "gemma3n_text": {"vocab_size_per_layer_input": 1024},
     "gpt2": {},
     "gpt_bigcode": {},
     "gpt_neox": {},
     "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 256, "rotary_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
-    "minimax_m2": EXPERTS | {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 4},
+    "minimax_m2": EXPERTS | {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8, "rotary_dim": 4},
     "nemotron": {"num_key_value_heads": 2},
+    "jetmoe": {},
     "olmo": {},
     "opt": {},
+    "persimmon": {},
     "phi": {},
-    "stablelm": {},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": 8},
 }
 SIZE = {"vocab_size": 1024}

@@ -88,7 +88,9 @@ def _joined(adapter: Adapter, sites: AdapterSites) -> list[list[Placed]]:
     """Return the parts with their places; those of one fused module, which share A, as one group."""
     groups: list[list[Placed]] = []
     for part in adapter.parts:
-        target = sites.targets[f"model.layers.{part.layer}.{part.projection}"]
+        target = sites.targets.get(part.module)
+        if target is None:  # of a class of transformers: the layer shares its weight, or is kept in float32
+            raise AdapterError(f"{adapter.folder}: {part.module} is not computed as a product of its own")
         if groups and _adjoin(groups[-1], part, target):
             groups[-1].append((part, target))
         else:

@@ -31,7 +31,8 @@ _KV_SCALE = re.compile(
 )
 """Scales of attention as llm-compressor (``k_scale``), ModelOpt (``k_proj.k_scale``), Quark and older formats of
 compressed-tensors (``k_proj.output_scale``), AutoFP8 (``kv_scale`` for both) and vLLM (``attn.k_scale``) name them."""
-_UNREAD = (".weight_shape", ".input_scale", ".input_global_scale", ".output_scale")
+UNREAD = (".weight_shape", ".input_scale", ".input_global_scale", ".output_scale")
+"""Ends of names of tensors of a quantised layer that change nothing here."""
 _VISION = ("model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -128,7 +129,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
         return config.pooling is not None
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
-    if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(_UNREAD)):
+    if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(UNREAD)):
         return True
     match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)", name)
     if match and int(match[1]) < config.num_layers:

@@ -49,7 +49,8 @@ def build_model(
     if config.transformers is not None:
         from quire.worker_proc.models.transformers.model import TransformersModel  # imports transformers, in seconds
 
-        return TransformersModel(Build(config, dtype, activations, device, ops or TorchOps(), ranks))
+        own = Build(config, dtype, activations, device, ops or TorchOps(), ranks, additions=additions)
+        return TransformersModel(own)
     if config.architecture in ENCODERS:
         if ranks.size > 1:
             raise ConfigError(f"--tensor-parallel-size must be 1 for an encoder (got {ranks.size})")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.launch.config import measured_layouts
+from quire.launch.config import implementation, measured_layouts
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.implementation import read_model
 from quire.launch.config.options import EngineOptions
@@ -42,6 +42,7 @@ LAYOUT = MeasuredConfig(
     hidden_size=32,
     intermediate_size=48,
     max_position=64,
+    linears={"layers.0.dense": (32, 32)},
     layers=[layer(0, value_width=12, window=8), layer(1, soft_cap=3.0), layer(2, value_width=12, window=8, source=0)],
 )
 
@@ -109,7 +110,10 @@ def test_a_layout_is_measured_once_for_each_config_and_version(
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096 (got 1000000000)"),
         ({"text_config": {"n_layer": 10**9}}, "n_layer must be at most 4096"),
         ({"hidden_size": 10**30}, "hidden_size must be at most 1099511627776"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported for models that tran"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "method 'bitsandbytes' is not supported",
+        ),
         ({"architectures": None}, "architectures must name the model's class (got None)"),
         ({"padding": "x" * 2**20}, "has more than 1048576 characters"),
         ({"eos_token_id": 97}, "eos_token_id 97 is not in a vocabulary of 97"),
@@ -173,6 +177,7 @@ def test_what_the_helper_answers_is_one_line(
         read_model(write(tmp_path, NEOX))
 
 
+FP8 = {"quant_method": "fp8"}
 FEATURES: dict[str, dict[str, Any]] = {
     "prefix cache, prompts in chunks, preemption, asynchronous scheduling": {},
     "drafts: n-grams, suffixes": {"speculative_config": {"method": "suffix", "num_speculative_tokens": 2}},
@@ -183,23 +188,22 @@ FEATURES: dict[str, dict[str, Any]] = {
     "8-bit KV cache, with calculated scales": {"kv_cache_dtype": "fp8", "calculate_kv_scales": True},
     "host memory and disk behind the prefix cache": {"cpu_offload_bytes": 2**20},
     "traces and replay, recovery, `--load-format dummy`": {},
+    "LoRA adapters of linear layers outside of experts": {"enable_lora": True},
+    "weights rounded at the start (`--quantization`)": {"quantization": "int8"},
+    "quantised checkpoints: compressed-tensors, fp8, GPTQ, AWQ, ModelOpt": {"quantization_config": FP8},
     "bitwise equal answers": {"deterministic": True},
     "tensor parallelism": {"tensor_parallel_size": 2},
-    "LoRA adapters": {"enable_lora": True},
     "the chosen experts": {"enable_return_routed_experts": True},
-    "rounding weights at the start": {"quantization": "int8"},
-    "quantised checkpoints": {"quantization_config": {"quant_method": "fp8"}},
-    "a head for labels": {"architectures": ["GPTNeoXForSequenceClassification"]},
 }
 """Rows of the table of docs/models.md: flags, or fields of ``config.json``. Those without either have none."""
 
 
 def outcome(folder: Path, given: dict[str, Any]) -> str:
-    fields = {name: value for name, value in given.items() if name in ("architectures", "quantization_config")}
+    fields = {name: value for name, value in given.items() if name == "quantization_config"}
     flags = {name: value for name, value in given.items() if name not in fields}
     options = EngineOptions(model_impl="transformers", load_format="dummy", **flags)
     try:
-        make_engine_config(options, folder=write(folder, NEOX | {"id2label": {"0": "a", "1": "b"}} | fields))
+        make_engine_config(options, folder=write(folder, NEOX | fields))
     except ConfigError as refusal:
         return f"refused: {refusal}".replace(f"{folder}/", "")
     return "works"
@@ -215,6 +219,23 @@ def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measure
     options = EngineOptions(model_impl="transformers", load_format="dummy", deterministic=True)
     with pytest.raises(ConfigError, match=r"--deterministic is not supported for Llama.*, or set --model-impl native"):
         make_engine_config(options, folder=write(tmp_path, LLAMA))
+
+
+@pytest.mark.parametrize(
+    "changes, flags",
+    [({"quantization_config": FP8}, {}), ({}, {"quantization": "int8"})],
+)
+def test_quantised_weights_need_linear_layers(
+    changes: dict[str, Any], flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a class most of whose weights are joined experts, for example."""
+    layout = msgspec.structs.replace(LAYOUT, outside="layers.0.experts.down_proj", linears={})
+    monkeypatch.setattr(implementation, "measured_layout", lambda *given: layout)
+    options = EngineOptions(load_format="dummy", **flags)
+    with pytest.raises(ConfigError, match=r"such as layers\.0\.experts\.down_proj, are in no linear layer"):
+        make_engine_config(options, folder=write(tmp_path, NEOX | changes))
+    with pytest.raises(ConfigError, match=r"--enable-lora is not supported for GPTNeoXForCausalLM"):
+        make_engine_config(EngineOptions(load_format="dummy", enable_lora=True), folder=write(tmp_path, NEOX))
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tmp_path: Path, measured: list[str]) -> None:

@@ -48,7 +48,7 @@ def test_parts_have_the_stored_matrices(tmp_path: Path) -> None:
     assert len(adapter.parts) == 14 and adapter.rank == 3
     assert adapter.num_bytes == sum(tensor.nbytes for tensor in kept.values())
     for part in adapter.parts:
-        prefix = f"base_model.model.model.layers.{part.layer}.{part.projection}"
+        prefix = f"base_model.model.{part.module}"
         assert np.array_equal(part.a.float32(), kept[f"{prefix}.lora_A.weight"])
         assert np.array_equal(part.b.float32(), kept[f"{prefix}.lora_B.weight"])
         assert part.scale == 2.0 and part.rank == 3
@@ -78,10 +78,10 @@ def test_patterns_give_modules_their_rank_and_scale(tmp_path: Path) -> None:
         "use_rslora": True,
     }
     adapter = read(make_adapter(tmp_path / "a", model_of(), rank=4, change=narrow, settings=settings))
-    found = {(part.layer, part.projection): (part.rank, part.scale) for part in adapter.parts}
-    assert found[1, "self_attn.q_proj"] == (2, 8 / 2**0.5)
-    assert found[0, "self_attn.q_proj"] == (4, 4.0)
-    assert found[0, "self_attn.v_proj"] == (4, 8.0)
+    found = {part.module: (part.rank, part.scale) for part in adapter.parts}
+    assert found["model.layers.1.self_attn.q_proj"] == (2, 8 / 2**0.5)
+    assert found["model.layers.0.self_attn.q_proj"] == (4, 4.0)
+    assert found["model.layers.0.self_attn.v_proj"] == (4, 8.0)
 
 
 def test_16_bit_tensors_keep_their_values(tmp_path: Path) -> None:
@@ -102,7 +102,8 @@ def test_fused_projections_are_parts_of_one_pair(tmp_path: Path) -> None:
         rows = np.repeat(np.arange(64, dtype=np.float32)[:, None], 4, 1)
         tensors["base_model.model.model.layers.0.self_attn.qkv_proj.lora_B.weight"] = rows
 
-    parts = {part.projection: part for part in read(make_adapter(tmp_path / "a", model_of(), change=fuse)).parts}
+    adapter = read(make_adapter(tmp_path / "a", model_of(), change=fuse))
+    parts = {part.module.removeprefix("model.layers.0."): part for part in adapter.parts}
     firsts = {name: (part.b.data.shape[0], float(part.b.float32()[0, 0])) for name, part in parts.items()}
     assert firsts == {"self_attn.q_proj": (32, 0), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 48)}
 
@@ -119,9 +120,9 @@ def test_matrices_of_all_experts_are_parts_of_each(tmp_path: Path) -> None:
 
     model = model_of(**EXPERTS)
     adapter = read(make_adapter(tmp_path / "a", model, rank=3, change=stacked), model)
-    parts = {part.projection: part for part in adapter.parts}
+    parts = {part.module: part for part in adapter.parts}
     assert len(parts) == 8
-    up = parts["mlp.experts.2.up_proj"]
+    up = parts["model.layers.0.mlp.experts.2.up_proj"]
     expected = b.reshape(96, 3, 4)[48:, :, 2] @ a.reshape(4, 3, 32)[2]
     assert np.allclose(up.b.float32() @ up.a.float32(), expected)
 
@@ -131,7 +132,7 @@ def test_experts_and_routers_by_name(tmp_path: Path) -> None:
     names = ("gate", "gate_proj", "up_proj", "down_proj")
     adapter = read(make_adapter(tmp_path / "a", model, projections=names), model)
     assert len(adapter.parts) == 2 * (1 + 3 * 4)
-    assert sum(part.projection == "mlp.gate" for part in adapter.parts) == 2
+    assert sum(part.module.endswith("mlp.gate") for part in adapter.parts) == 2
 
 
 REFUSED_SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -279,7 +280,7 @@ def test_reads_what_peft_writes(tmp_path: Path) -> None:
     adapter = read(tmp_path)
     assert len(adapter.parts) == 14
     for part in adapter.parts:
-        module: Any = tuned.get_submodule(f"base_model.model.model.layers.{part.layer}.{part.projection}")
+        module: Any = tuned.get_submodule(f"base_model.model.{part.module}")
         delta = part.scale * part.b.float32() @ part.a.float32()
         assert np.allclose(delta, module.get_delta_weight("default").detach().numpy(), atol=1e-6)
 

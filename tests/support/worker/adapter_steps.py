@@ -40,9 +40,9 @@ Answer = tuple[list[int], list[bytes]]
 
 def adapter_config(folder: Path, **settings: Any) -> EngineConfig:
     """Return the configuration of an engine with adapters, for a checkpoint folder or a GGUF file."""
-    model = with_stored_format(folder, stored_tensors(folder), load_model_config(folder))
+    if "model" not in settings:
+        settings["model"] = with_stored_format(folder, stored_tensors(folder), load_model_config(folder))
     defaults = {
-        "model": model,
         "model_path": str(folder),
         "dtype": "float32",
         "max_model_len": 64,

@@ -39,8 +39,9 @@ def read_settings(settings: str) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         own = " (code named by auto_map is never run)" if raw.get("auto_map") else ""
         raise Unservable(f"has model_type {kind!r}, which this version of transformers does not know{own}")
-    # Only the class may choose what it attends with, and it returns hidden states alone.
-    drop = ("attn_implementation", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict")
+    # Only the class may choose what it attends with, it returns hidden states alone, and Quire reads quantised weights.
+    drop = ["attn_implementation", "_attn_implementation", "output_attentions", "output_hidden_states", "return_dict"]
+    drop += ["quantization_config"]
     config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in raw.items() if name not in drop})
     config.use_cache = False
     return config

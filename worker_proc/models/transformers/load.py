@@ -15,7 +15,14 @@ import torch
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import StoredTensor
-from quire.worker_proc.models.checkpoint_names import Sources, TensorSource, check_shape, kv_scale_of, missing_tensors
+from quire.worker_proc.models.checkpoint_names import (
+    UNREAD,
+    Sources,
+    TensorSource,
+    check_shape,
+    kv_scale_of,
+    missing_tensors,
+)
 from quire.worker_proc.models.weight_slot import WeightSlot
 
 
@@ -61,24 +68,30 @@ def tensor_sources(
         check_shape(tensor, slots[name].shape, slots[name])
         found[name] = TensorSource(tensor, slots[name])
     converted = {name for each in conversions.values() for name in each.fills}
-    filled = {id(slots[name].target) for name in [*found, *converted]}
+    filled = {_place(slots[name]) for name in [*found, *converted]}
     ignored = model._keys_to_ignore_on_load_missing
-    missing = [name for name, slot in slots.items() if id(slot.target) not in filled and not _matches(name, ignored)]
+    missing = [name for name, slot in slots.items() if _place(slot) not in filled and not _matches(name, ignored)]
     if missing:
         raise missing_tensors(folder, missing)
     tied: dict[int, TensorSource] = {}
     twice: list[tuple[StoredTensor, TensorSource]] = []
     for source in found.values():
-        first = tied.setdefault(id(source.slot.target), source)
+        first = tied.setdefault(_place(source.slot), source)
         if first is not source:
             twice.append((source.stored, first))
     return Sources([*tied.values(), *pieces], twice)
 
 
+def _place(slot: WeightSlot) -> int:
+    """Identify what tied weights share: memory, or the slot itself, as slots that convert may share a target."""
+    return id(slot.target if slot.put is None else slot)
+
+
 def _is_ignored(name: str, model: Any) -> bool:
-    """Whether the class ignores a stored tensor, or it is a scale of the KV cache, which another part reads."""
-    ignored = [*model._keys_to_ignore_on_load_unexpected, r"(^|\.)position_ids$"]
-    return kv_scale_of(name) is not None or _matches(name, ignored)
+    """Whether the class ignores a stored tensor, or another part reads it (scales of the KV cache), or none does."""
+    if name.endswith(UNREAD) or kv_scale_of(name) is not None:
+        return True
+    return _matches(name, [*model._keys_to_ignore_on_load_unexpected, r"(^|\.)position_ids$"])
 
 
 def _matches(name: str, patterns: Any) -> bool:

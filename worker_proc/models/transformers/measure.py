@@ -26,7 +26,7 @@ from quire.worker_proc.models.transformers.build import (
     settings_of,
 )
 from quire.worker_proc.models.transformers.head import Head
-from quire.worker_proc.models.transformers.watch import replaceable, watch
+from quire.worker_proc.models.transformers.watch import pattern_of, replaceable, watch
 
 MEASURED = "quire_measured"
 """Name of the attention function while measuring. Unlike ``SERVED`` it has a mask function, whose masks say which
@@ -58,6 +58,7 @@ def measure(settings: str) -> MeasuredConfig:
     text, named = config.get_text_config(), config.architectures
     model, calls, hidden, logits = _run(config)
     layers_to_replace = replaceable(model)  # before the weights are looked at here
+    products = _products(model, layers_to_replace)
     if named and type(model).__name__ != named[0]:
         raise Unservable(f"is a {printable(named[0])}, and only its {type(model).__name__} can be served")
     if len({call.module for call in calls}) < len(calls):
@@ -90,7 +91,31 @@ def measure(settings: str) -> MeasuredConfig:
         max_position=positions,
         layers=layers,
         replaceable=layers_to_replace,
+        linears={path: (part.out_features, part.in_features) for path, part in products.items() if _in_layer(path)},
+        outside=_outside(model, products),
     )
+
+
+def _products(model: Any, patterns: list[list[str]]) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers that Quire may compute, without the head, by their paths."""
+    found = {pattern for group in patterns for pattern in group}
+    linears = ((path, part) for path, part in model.named_modules() if isinstance(part, torch.nn.Linear))
+    head = model.get_output_embeddings()
+    return {path: part for path, part in linears if part is not head and pattern_of(path) in found}
+
+
+def _in_layer(path: str) -> bool:
+    """Whether a path has one number, that of its layer: an expert's has another one."""
+    return pattern_of(path).count("*") == 1
+
+
+def _outside(model: Any, products: dict[str, torch.nn.Linear]) -> str:
+    """Return ``MeasuredConfig.outside``: most weights are joined experts, for example."""
+    tables = (part for part in model.modules() if isinstance(part, torch.nn.Embedding))
+    inside = {id(part.weight) for part in (*products.values(), *tables, model.get_output_embeddings())}
+    others = {path: weight.numel() for path, weight in model.named_parameters() if id(weight) not in inside}
+    few = sum(others.values()) <= sum(part.weight.numel() for part in products.values())
+    return "" if few else max(others, key=lambda path: others[path])
 
 
 def _run(config: Any) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
@@ -155,6 +180,9 @@ def _layer(call: Call, path: str, source: int, positions: int) -> MeasuredLayer:
     query, key, value, settings = call.query, call.key, call.value, call.settings
     if not query.shape[:1] == key.shape[:1] == (1,) or {t.shape[2] for t in (query, key, value)} != {TOKENS}:
         raise Unservable(f"attends in {path} to other tokens than those of the step")
+    heads = [tensor.shape[1] for tensor in (query, key, value)]
+    if heads[0] % heads[1] or heads[1] != heads[2]:
+        raise Unservable(f"has {heads[0]} heads of queries, {heads[1]} of keys and {heads[2]} of values in {path}")
     further = sorted(name for name, found in settings.items() if found is not None and name not in _HARMLESS)
     if further:
         raise Unservable(f"passes {further[0]} to attention in {path}, which Quire's attention does not read")

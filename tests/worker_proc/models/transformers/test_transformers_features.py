@@ -11,15 +11,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from adapter_steps import AdapterRunner
 from checkpoints import greedy_tokens, make_checkpoint
 from grammar_cases import DEMO, EOS, text_of
 from inprocess import InProcessEngine
+from peft_adapters import make_peft_adapter
+from quantised_checkpoints import FORMATS, quantise_checkpoint
 from tiny_transformers import make_tiny
+from transformers import AutoModelForCausalLM
 
 from quire.launch.config import measured_layouts
 from quire.launch.config.implementation import read_model
 from quire.protocol.config import SpeculativeConfig
+from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.protocol.model.weight_format import online_format
 from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.worker_proc.models.transformers import measure as measuring
 
@@ -174,3 +180,45 @@ def test_grammars(tmp_path: Path) -> None:
         engine.grammars.close()
     assert all(re.fullmatch("[a-c]{12,30}!", text_of(each)) for each in tokens[0])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("gpt_neox", ["query_key_value", "dense_4h_to_h"]),
+        ("gemma3n_text", ["q_proj", "v_proj", "o_proj", "gate_proj", "per_layer_input_gate"]),
+        ("deepseek_v3", ["q_a_proj", "kv_b_proj", "o_proj"]),
+    ],
+)
+def test_adapters(family: str, names: list[str], checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Two adapters and none, in the same steps."""
+    folder, model = checkpoint(family)
+    tuned = [make_peft_adapter(model, tmp_path / str(n), seed=n, target_modules=names) for n in (1, 2)]
+    runner = AdapterRunner(folder, model=read_model(folder))
+    for number in (1, 2):
+        assert runner.load(tmp_path / str(number), number, number - 1).problem == ""
+    answers = runner.generate([(PROMPTS[0], number) for number in (0, 1, 2)], 10)
+    wanted = [greedy_tokens(each, [PROMPTS[0]], 10)[0] for each in (model, *tuned)]
+    assert [tokens for tokens, _ in answers] == wanted and len({*map(tuple, wanted)}) == 3
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq-act-order", "w4a16-asymmetric", "int8-weights", "fp8-channel", "nvfp4"])
+def test_quantised_checkpoints(form: str, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "source", "cohere", hidden_size=64, intermediate_size=96)
+    plain, folder = quantise_checkpoint(tmp_path / "source", tmp_path, FORMATS[form]()), tmp_path / "packed"
+    stored = stored_tensors(folder, renamed=False)
+    engine = engine_of(folder, model=with_stored_format(folder, stored, read_model(folder)))
+    check_greedy(engine, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval())
+
+
+@pytest.mark.parametrize("family", ["cohere", "deepseek_v3"])
+def test_weights_rounded_at_the_start(family: str, tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, family)
+    measured = read_model(tmp_path)
+    assert measured.transformers is not None
+    engine = engine_of(tmp_path, model=msgspec.structs.replace(measured, weight_format=online_format("int8")))
+    for name in measured.transformers.linears:
+        weight = model.get_submodule(name).weight.data
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        weight.copy_((weight / scale).round() * scale)
+    check_greedy(engine, model)

@@ -92,11 +92,16 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
             {"is_decoder": False},
             "attends in bert.encoder.layer.0.attention.self to later tokens: it is not cau",
         ),
-        ("llama4_text", {"attention_chunk_size": 16, "intermediate_size_mlp": 48}, "chunked attention"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_key_value_heads": 4},
+            "chunked attention",
+        ),
         ("diffllama", {}, "calls attention twice in one layer"),
+        ("starcoder2", {"num_key_value_heads": 8}, "has 4 heads of queries, 8 of keys and 8 of values"),
         (
             "lfm2",
-            {"layer_types": ["conv", "full_attention", "conv"]},
+            {"layer_types": ["conv", "full_attention", "conv"], "num_key_value_heads": 4},
             "has layers of kind conv, whose state Quire does",
         ),
         ("bloom", {}, "is a BloomForCausalLM, whose code computes attention itself"),
