@@ -34,7 +34,7 @@ def read_settings(settings: str) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    raw = json.loads(settings)
+    raw = json.loads(settings, object_hook=_number)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         own = " (code named by auto_map is never run)" if raw.get("auto_map") else ""
@@ -45,6 +45,11 @@ def read_settings(settings: str) -> Any:
     config = CONFIG_MAPPING[kind].from_dict({name: value for name, value in raw.items() if name not in drop})
     config.use_cache = False
     return config
+
+
+def _number(part: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as ``{"__float__": "Infinity"}``, because JSON has none such."""
+    return float(part["__float__"]) if part.keys() == {"__float__"} else part
 
 
 def build_module(config: Any, dtype: torch.dtype, attention: str) -> Any:
@@ -72,8 +77,9 @@ def build_module(config: Any, dtype: torch.dtype, attention: str) -> Any:
                 raise
             raise Unservable("chooses what computes its attention from a table of its own") from None
     name = type(model).__name__
-    if not model._supports_attention_backend:
-        raise Unservable(f"is a {name}, whose code computes attention itself: it has no interface for it")
+    # Classes with layers of other kinds use the interface and do not set the flag.
+    if not (model._supports_attention_backend or model._can_set_attn_implementation()):
+        raise Unservable(f"is a {name}, whose code has no interface for attention")
     base_of(model)
     model.tie_weights()
     for path, weight in model.named_parameters():

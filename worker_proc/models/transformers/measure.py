@@ -56,6 +56,7 @@ def measure(settings: str) -> MeasuredConfig:
 
     config = read_settings(settings)
     text, named = config.get_text_config(), config.architectures
+    _check_states(text)  # first, because classes with such layers may fail in other ways
     model, calls, hidden, logits = _run(config)
     layers_to_replace = replaceable(model)  # before the weights are looked at here
     products = _products(model, layers_to_replace)
@@ -221,7 +222,7 @@ def _window(call: Call, path: str, positions: int) -> int:
     for at in (last, last // 2, last // 3):
         try:
             seen = torch.as_tensor(sees(torch.tensor(0), torch.tensor(0), torch.tensor(at), keys)).expand(len(keys))
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, IndexError):
             raise Unservable(f"has a mask of its own in {path}, such as chunked attention") from None
         counts.append(int(seen.sum()))
         if seen[at + 1 :].any():
@@ -234,19 +235,24 @@ def _window(call: Call, path: str, positions: int) -> int:
     return 0 if widest == last + 1 else widest
 
 
-def _check_cache(text: Any, layers: list[MeasuredLayer]) -> None:
-    """Refuse layers for which transformers' own cache keeps something else than all keys and values in the window."""
+def _check_states(text: Any) -> None:
+    """Refuse layers for which transformers' own cache keeps something else than keys and values."""
     from transformers import DynamicCache
     from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
     kinds = list(getattr(text, "layer_types", None) or [])
-    positions = _num_positions(text)
-    caches = DynamicCache(config=text).layers
-    for index, cache in enumerate(caches):
+    for index, cache in enumerate(DynamicCache(config=text).layers):
         if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
             kind = kinds[index] if index < len(kinds) else type(cache).__name__
             raise Unservable(f"has layers of kind {kind}, whose state Quire does not keep")
-    for cache, layer in zip(caches, layers, strict=False):
+
+
+def _check_cache(text: Any, layers: list[MeasuredLayer]) -> None:
+    """Refuse layers for which transformers' own cache does not keep all keys and values in the window."""
+    from transformers import DynamicCache
+
+    positions = _num_positions(text)
+    for cache, layer in zip(DynamicCache(config=text).layers, layers, strict=False):
         kept = getattr(cache, "sliding_window", 0)
         if kept < positions and kept not in (0, layer.window):
             seen = layer.window or "all"

@@ -104,7 +104,8 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
             {"layer_types": ["conv", "full_attention", "conv"], "num_key_value_heads": 4},
             "has layers of kind conv, whose state Quire does",
         ),
-        ("bloom", {}, "is a BloomForCausalLM, whose code computes attention itself"),
+        ("bloom", {}, "is a BloomForCausalLM, whose code has no interface for attention"),
+        ("bamba", {"time_step_limit": [0.0, float("inf")], "mamba_n_heads": 8}, "has layers of kind"),
         ("vit", {}, "is a vit, for which transformers has no causal language model"),
         ("moshi", {"ffn_dim": 48, "head_dim": 8, "sliding_window": 16}, "keeps 16 tokens for model.layers.0.self_attn"),
         ("doge", {"head_dim": 8}, "adds a mask or a bias of its own to the scores of model.layers.0.self_attn"),
@@ -117,7 +118,7 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_computes_something_else_is_refused(family: str, changes: dict[str, Any], reason: str) -> None:
-    settings = json.dumps(tiny_config(family, **changes).to_dict())
+    settings = tiny_config(family, **changes).to_json_string(use_diff=False)
     found = msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
     assert isinstance(found, Refused) and reason in found.reason
 
