@@ -78,6 +78,7 @@ nightly: install-dev ## run all harnesses, fuzzers and clients of tests/nightly 
 	for each in $(HARNESSES); do \
 		run $(BIN)/python -P tests/nightly/acceptance/run.py $$(echo $$each | tr , ' '); done; \
 	for each in $(FUZZERS); do run $(BIN)/python -P tests/nightly/acceptance/fuzz_$$each.py --seconds 1200; done; \
+	run $(BIN)/python -P tests/nightly/models/transformers_matrix.py; \
 	run $(BIN)/python -P tests/simulation/run.py --jobs 2 --seeds 100000 --seconds 1800; \
 	run $(BIN)/pytest -m "" tests/nightly/browser tests/nightly/clients tests/nightly/gpu tests/nightly/models tests/nightly/traces; \
 	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }

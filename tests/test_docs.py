@@ -4,7 +4,11 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
+from matrix_page import PAGE, causal_types, read_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -35,6 +39,15 @@ def test_the_table_of_models_has_a_row_for_each_architecture() -> None:
     rows = re.findall(r"^\|[^|]*\| (`\w+`[^|]*)\|[^|]*\| `\[", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
     named = set(re.findall(r"`(\w+)`", " ".join(rows)))
     assert named >= set(SUPPORTED_ARCHITECTURES)
+
+
+def test_the_table_of_transformers_names_each_causal_type_once() -> None:
+    """Of another release ``tests/nightly/models/transformers_matrix.py`` shows the difference."""
+    about, types = read_table(PAGE.read_text())
+    if about != version("transformers"):
+        pytest.skip(f"the table is about transformers {about}")
+    assert sorted(name for name, _ in types) == causal_types()
+    assert all(outcome.kind != "unequal" and (outcome.reason or outcome.kind == "equal") for _, outcome in types)
 
 
 def test_three_files_name_the_same_minutes_for_make_test() -> None:

@@ -15,6 +15,7 @@ from side_parts import parts_of
 from quire.launch.config.implementation import read_model
 from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.front_end_messages import (
     Abort,
@@ -47,10 +48,21 @@ class Answer:
 
 
 class InProcessEngine:
-    """Drives the engine step by step. ``check=True`` checks every invariant of both sides after each step."""
+    """Drives the engine step by step. ``check=True`` checks every invariant of both sides after each step.
 
-    def __init__(self, folder: Path, *, check: bool = True, model_impl: str = "auto", **settings: object) -> None:
-        model = read_model(folder, model_impl)
+    ``model`` is what ``read_model`` would return, where a caller has it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        check: bool = True,
+        model_impl: str = "auto",
+        model: ModelConfig | None = None,
+        **settings: object,
+    ) -> None:
+        model = model or read_model(folder, model_impl)
         defaults: dict[str, object] = {
             "model": model,
             "model_path": str(folder),
