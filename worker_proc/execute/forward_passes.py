@@ -55,7 +55,10 @@ class ForwardPasses:
         build = forward.model.build
         # A plan repeats the library's operations alone: neither collectives nor the notes of routed experts.
         if isinstance(backend, CpuBackend) and not eager and build.parallel.size == 1 and build.routes is None:
-            self._native = backend.native
+            if forward.model.can_be_captured:
+                self._native = backend.native
+            else:
+                log.info("steps are not recorded: transformers computes the model", model=build.config.architecture)
         self._additions = build.additions
         self._passes: OrderedDict[tuple[int, bool], _Pass] = OrderedDict()
 

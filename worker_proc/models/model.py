@@ -58,7 +58,8 @@ class Model(Module):
 
     Attributes:
         dtype: dtype of the weights.
-        can_be_captured: a CUDA graph can hold its forward pass, which then never waits for the device.
+        can_be_captured: a CUDA graph or a recorded plan can hold its forward pass, which is Quire's own code and never
+            waits for the device.
     """
 
     can_be_captured = True

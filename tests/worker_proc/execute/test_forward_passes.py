@@ -12,6 +12,7 @@ from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.model_config import MoeConfig
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.execute.device_inputs import DeviceInputs, InputSender
+from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.model import Inputs
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="no C++ compiler")
@@ -50,6 +51,14 @@ def test_model_with_other_operations_runs_eagerly(monkeypatch: pytest.MonkeyPatc
     model = msgspec.structs.replace(runner_steps.MODEL, moe=moe)
     monkeypatch.setattr(runner_steps, "MODEL", model)
     monkeypatch.setattr(runner_steps, "CONFIG", msgspec.structs.replace(runner_steps.CONFIG, model=model))
+    runner = Runner()
+    got = steps(runner)
+    assert len(runner.runner.passes) == 0
+    assert steps(eager(monkeypatch)) == got
+
+
+def test_code_that_is_not_quires_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "can_be_captured", False)
     runner = Runner()
     got = steps(runner)
     assert len(runner.runner.passes) == 0

@@ -68,7 +68,7 @@ class TransformersModel(Model):
                 allocate(self.module, build.device, self.products.weights)
         use_gates(self.module, self.products.joined, build.ops)
         self.products.install()
-        use_norms(self.module, build.ops)
+        use_norms(self.module, build.ops, build.activation_dtype)
         self.attention = connect_layers(self.module, measured, build.activation_dtype)
         self._current = self.attention[0].current
         self._head = Head(self.module)

@@ -19,23 +19,27 @@ _TOLERANCE = 1e-5
 Weigh = Callable[[torch.Tensor], torch.Tensor]
 
 
-def use_norms(model: torch.nn.Module, ops: Ops) -> None:
+def use_norms(model: torch.nn.Module, ops: Ops, dtype: torch.dtype) -> None:
     """Let ``ops`` compute the modules whose class is named as an RMS norm and computes one.
 
     Each is tried in float32 on a few rows with random weights; others stay as they are. In narrower dtypes ``ops``
     rounds once, and the class may round between its steps.
+
+    Args:
+        dtype: dtype of the activations. A weight that the class keeps in another one changes the dtype of its results.
     """
-    found = {module: _norm_of(module) for module in model.modules()}
+    found = {module: _norm_of(module, dtype) for module in model.modules()}
     compute_by(model, {module: partial(_normalise, module, ops, *norm) for module, norm in found.items() if norm})
 
 
-def _norm_of(module: torch.nn.Module) -> tuple[float, Weigh] | None:
+def _norm_of(module: torch.nn.Module, dtype: torch.dtype) -> tuple[float, Weigh] | None:
     """Return epsilon and what the rows are multiplied by, from the weight; None if the module is no such norm."""
     weight = module._parameters.get("weight")
     if (
         not type(module).__name__.endswith("RMSNorm")
         or weight is None
         or weight.dim() != 1
+        or weight.dtype is not dtype
         or len(module._parameters) > 1
         or module._buffers
         or module._modules

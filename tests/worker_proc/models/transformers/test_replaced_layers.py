@@ -129,7 +129,7 @@ def replace_layers(model: Any) -> Any:
     products = Products(model, watched(model), build())
     use_gates(model, products.joined, TorchOps())
     products.install()
-    use_norms(model, TorchOps())
+    use_norms(model, TorchOps(), torch.float32)
     for name, slot in products.weight_slots().items():
         assert slot.fill(stored[name]) is None and slot.shape == stored[name].shape
     for projection in products.projections:
