@@ -37,6 +37,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "sarvam_moe": {
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "gpt_oss": {
         "head_dim": 8,
         "num_key_value_heads": 2,
@@ -60,7 +70,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """In order: the plainest; names without a prefix and a tied head; learnt positions below a nested decoder; keys wider
-than values and joined experts; sinks and windows; layers that read another layer's keys."""
+than values and joined experts; queries, keys and values in one tensor of the checkpoint; sinks and windows; layers that
+read another layer's keys."""
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

@@ -145,7 +145,9 @@ class Conversion:
             for tensor in tensors:
                 self.converter.add_tensor(self.name, self.name, pattern, lambda tensor=tensor: tensor)
         self._read.clear()
-        made = self.converter.convert(self.name, model=self.model, config=self.model.config)
+        # A converter reads no more of a model than this; and the model has no weight where Quire computes the layer.
+        model = _Parameters(self.slots)
+        made = self.converter.convert(self.name, model=model, config=self.model.config)
         for name, values in made.items():
             slot, value = self.slots.get(name), values[0] if isinstance(values, list) else values
             if slot is None or value.shape != slot.shape:
@@ -154,3 +156,14 @@ class Conversion:
                 return f"or another part of {name} has non-finite values"
             slot.fill(value)
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """Shapes and dtypes of a model's parameters, by the names of its class."""
+
+    slots: Mapping[str, WeightSlot]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        slot = self.slots[name]
+        return torch.empty(slot.shape, dtype=slot.target.dtype, device="meta")
