@@ -9,6 +9,7 @@ import re
 from contextlib import closing, suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,18 @@ def _installed(path: Path, raw: dict[str, Any]) -> str:
 
 def _check_numbers(path: Path, raw: dict[str, Any]) -> None:
     """Refuse what no model has before anything is built from it: the helper's limits are for what remains."""
-    parts = [raw]  # not by recursion, whose depth a file could choose
-    for part in parts:
-        parts += [value for value in part.values() if isinstance(value, dict)]
-    for name, value in (field for part in parts for field in part.items()):
+    fields = list(raw.items())  # not by recursion, whose depth a file could choose
+    for name, value in fields:
+        shown = f"{path}: {printable(name)[1:-1]} must be"
         most = MAX_LAYERS if re.fullmatch(r"(num|n)_(\w+_)?(layer|block)s?", name) else MAX_NUMBER
-        if isinstance(value, int) and abs(value) > most:
-            raise ConfigError(f"{path}: {printable(name)[1:-1]} must be at most {most} (got {printable(value)})")
+        if isinstance(value, dict):
+            fields += value.items()
+        elif isinstance(value, list):
+            fields += [(name, each) for each in value]
+        elif isinstance(value, int) and abs(value) > most:
+            raise ConfigError(f"{shown} at most {most} (got {printable(value)})")
+        elif isinstance(value, float) and isnan(value):
+            raise ConfigError(f"{shown} a number (got NaN)")
 
 
 def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:

@@ -1,6 +1,7 @@
 """``--model-impl``: what computes a model, and what is refused before transformers is imported."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_a_layout_is_measured_once_for_each_config_and_version(
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096 (got 1000000000)"),
         ({"text_config": {"n_layer": 10**9}}, "n_layer must be at most 4096"),
+        ({"rope_parameters": {"short_factor": [1.0, math.nan]}}, "short_factor must be a number (got NaN)"),
         ({"hidden_size": 10**30}, "hidden_size must be at most 1099511627776"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},

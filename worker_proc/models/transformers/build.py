@@ -14,12 +14,21 @@ from typing import Any
 
 import torch
 
-# Read when transformers is imported, with torch's compiler. Nothing here needs the network; and the compiler makes its
-# folder at once, by default with a known name in the folder for temporary files, where it stays.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-with suppress(RuntimeError):  # no home folder
-    _cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_cache / "quire" / "inductor"))
+
+def set_variables() -> None:
+    """Set what is read when transformers is imported, with torch's compiler.
+
+    Nothing here needs the network; and the compiler makes its folder at once, by default with a known name in the
+    folder for temporary files, where it stays.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    with suppress(RuntimeError, OSError):  # no home folder, or one that cannot be written: then by default
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "quire" / "inductor"
+        cache.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+
+
+set_variables()
 
 
 class Unservable(Exception):
@@ -116,17 +125,20 @@ def stays_wide(model: Any, path: str, dtype: torch.dtype) -> bool:
     return any(re.search(name.replace("*", ".*"), path) for name in names)
 
 
-def allocate(model: Any, device: torch.device | str, without: Set[int] = frozenset()) -> None:
+def allocate(model: Any, device: torch.device | str, without: Set[int] = frozenset(), *, data: bool = True) -> None:
     """Move a model from ``meta`` to a device: weights with any values, and buffers as their classes compute them.
 
     Args:
         without: ids of weights that stay on ``meta``.
+        data: each weight has memory of its own; else all its elements are one zero, and it cannot be written.
     """
     made: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and id(weight) not in made:
-                own = torch.empty_like(weight, device="meta" if id(weight) in without else device)
+                zero = torch.zeros(1, dtype=weight.dtype, device=device)
+                place = "meta" if id(weight) in without else device
+                own = torch.empty_like(weight, device=place) if data else zero.expand(weight.shape)
                 made[id(weight)] = torch.nn.Parameter(own, requires_grad=False)
                 made[id(weight)]._is_hf_initialized = True  # type: ignore[attr-defined]  # not to be drawn at random
             module._parameters[name] = weight if weight is None else made[id(weight)]

@@ -14,7 +14,7 @@ import torch
 from quire.protocol.errors import MAX_SHOWN, printable
 from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, Refused
 from quire.protocol.process.helper import Answer, serve
-from quire.protocol.process.log import first_line
+from quire.protocol.process.log import one_line
 from quire.worker_proc.models.transformers.attention import Call, connect, register
 from quire.worker_proc.models.transformers.build import (
     Unservable,
@@ -35,8 +35,6 @@ tokens a layer sees."""
 TOKENS = 5
 EXTRA_BYTES = 8 * 2**30
 """Memory for the modules of a model; weights have none on ``meta``."""
-SMALL_WEIGHTS = 2**26
-"""Weights of a model that is run on the CPU, if its code does not run on ``meta``."""
 MOST_POSITIONS = 2**22
 """Positions up to which windows are looked for."""
 
@@ -123,18 +121,15 @@ def _run(config: Any) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
     """Return the model, its attention calls, its hidden states and their logits.
 
     On ``meta``, which needs no memory, in the only dtype in which torch's product of all experts runs there. Code that
-    reads values, such as a loop over chosen experts, does not, and then a small model is run on the CPU.
+    reads values, such as a loop over chosen experts, does not, and then the model is run on the CPU, with weights
+    that are one zero each.
     """
     _register()
     try:
         return _run_on(build_module(config, torch.bfloat16, MEASURED), "meta")
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except (NotImplementedError, RuntimeError, ValueError):
         model = build_module(config, torch.float32, MEASURED)
-        if sum(weight.numel() for weight in model.parameters()) > SMALL_WEIGHTS:
-            raise Unservable(f"cannot be measured without weights, and is large: {first_line(str(error))}") from None
-        allocate(model, "cpu")
-        for weight in model.parameters():
-            weight.zero_()
+        allocate(model, "cpu", data=False)
         return _run_on(model, "cpu")
 
 
@@ -286,7 +281,7 @@ def answer(question: bytes) -> bytes:
     except Unservable as reason:
         found = Refused(str(reason))
     except Exception as error:  # the library, of which any release may raise anything for a hostile config
-        text = f"{type(error).__name__}: {first_line(str(error))[:MAX_SHOWN]}"
+        text = f"{type(error).__name__}: {one_line(' '.join(str(error).split()))[:MAX_SHOWN]}"
         found = Refused(f"cannot be built by transformers: {text}")
     return msgspec.msgpack.encode(found)
 

@@ -4,6 +4,7 @@ One file, because importing transformers takes seconds in each process of a test
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiny_transformers import FAMILIES, make_tiny, tiny_config
 from quire.launch.config import measured_layouts
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.worker_proc.models.transformers import build
 from quire.worker_proc.models.transformers import measure as measuring
 
 pytestmark = pytest.mark.full
@@ -123,10 +125,33 @@ def test_a_model_that_computes_something_else_is_refused(family: str, changes: d
     assert isinstance(found, Refused) and reason in found.reason
 
 
-def test_code_beside_a_checkpoint_is_never_run() -> None:
-    settings = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+@pytest.mark.parametrize(
+    "settings, reason",
+    [
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
+            "code named by auto_map is never run",
+        ),
+        ({"model_type": "gpt_neox", "hidden_size": "32"}, "Field 'hidden_size' expected int, got str (value: '32')"),
+    ],
+)
+def test_settings_that_transformers_cannot_read_are_refused(settings: dict[str, Any], reason: str) -> None:
     found = msgspec.msgpack.decode(measuring.answer(json.dumps(settings).encode()), type=MeasuredConfig | Refused)
-    assert isinstance(found, Refused) and "code named by auto_map is never run" in found.reason
+    assert isinstance(found, Refused) and reason in found.reason
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    build.set_variables()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_code_that_reads_values_is_measured_without_memory_for_weights() -> None:
+    wide = {"hidden_size": 2048, "intermediate_size": 5632, "num_local_experts": 8}
+    settings = json.dumps(tiny_config("jetmoe", num_hidden_layers=1, **wide).to_dict())
+    found = msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
+    assert isinstance(found, MeasuredConfig) and len(found.layers) == 1
 
 
 @pytest.mark.parametrize(
