@@ -16,7 +16,7 @@ class RepetitionWatch:
     ``(count - 1) * size`` tokens equals the token ``size`` positions before it. So one run length per size is enough.
     """
 
-    __slots__ = ("_compared", "_needed", "_newest", "_runs", "found")
+    __slots__ = ("_needed", "_newest", "_runs", "_smallest", "found")
 
     def __init__(self, detection: RepetitionDetection, answer: Iterable[int] = ()) -> None:
         """``answer``: the output tokens so far."""
@@ -25,14 +25,15 @@ class RepetitionWatch:
         self._runs = np.zeros(len(sizes), np.int64)
         self._newest = np.full(detection.max_pattern_size, _NO_TOKEN, np.int64)
         """The last tokens, newest first."""
-        self._compared = self._newest[detection.min_pattern_size - 1 :]
+        self._smallest = detection.min_pattern_size
         self.found = False
         """Whether the last tokens repeat one pattern at least ``min_count`` times."""
         for token in answer:
             self.add(token)
 
     def add(self, token: int) -> None:
-        self._runs = (self._runs + 1) * (self._compared == token)
+        # Not a view that is kept: a keyframe would hold it as an array of its own, which no longer follows.
+        self._runs = (self._runs + 1) * (self._newest[self._smallest - 1 :] == token)
         self._newest[1:] = self._newest[:-1].copy()
         self._newest[0] = token
         self.found = bool((self._runs >= self._needed).any())

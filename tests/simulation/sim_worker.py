@@ -359,7 +359,7 @@ class SimWorker(SimProcess):
 
     def _killed_by(self, killer: str) -> None:
         self.die("killed by a request")
-        self.world.faults.killed_by(killer, self.worker_epoch)
+        self.world.faults.killed_by(client_id(killer), self.worker_epoch)
 
     def _drop_rows(self) -> None:
         """Drop all rows, including those of the step being launched."""

@@ -16,7 +16,8 @@ from scheduler_driver import Driver, change, make_config, make_request
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.child import Command
-from quire.protocol.wire.front_end_messages import StepOutputs
+from quire.protocol.request.structured_outputs import RepetitionDetection
+from quire.protocol.wire.front_end_messages import EndReason, StepOutputs
 from quire.replay.recorded.exact import replay_lines
 from quire.replay.recorded.reader import TraceReader
 from quire.scheduler_proc.process import garbage_collection
@@ -56,6 +57,19 @@ def test_lookup_order_of_duplicates_is_restored() -> None:
     other = change(keyframe, snapshot=change(keyframe.snapshot, pools=pools))
     assert replay_lines(numbered([header, keyframe, *lines])) is None
     assert replay_lines(numbered([header, other, *lines])) is not None
+
+
+def test_a_repetition_that_began_before_the_keyframe_is_found() -> None:
+    driver = Driver()
+    driver.worker.forced |= {("a", index): 7 + index % 2 for index in range(30)}
+    detection = RepetitionDetection(max_pattern_size=3, min_count=4)
+    driver.add("a", [1, 2, 3], max_tokens=30, repetition_detection=detection)
+    driver.add("b", [9], max_tokens=20)
+    driver.step(5)
+    keyframe_of(driver)
+    driver.run()
+    assert driver.answers["a"].reason is EndReason.REPETITION
+    assert [replay(driver.header, records) for records in tails(driver)] == [None]
 
 
 # ---- the ring
