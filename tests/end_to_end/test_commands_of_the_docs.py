@@ -29,7 +29,7 @@ SHAPES: dict[str, str] = {
     r'on",.*"choices":\[\{"index":#,"message":\{"role":"assistant","content":"\w.*"usage":\{"prompt_tokens":#,',
     "quire chat --prompt": "#, #, #, #, #",
     "quire generate --prompt": r'\{"text":".*"token_ids":\[#',
-    "quire check ": r"checkpoint +\S+\narchitecture +LlamaForCausalLM\nparameters +#",
+    "quire check ": r"checkpoint +\S+\narchitecture +LlamaForCausalLM\nimplementation +native\nparameters +#",
     "quire chat --url": "#, #, #",
     "quire top": r"quire top  http://\S+  quire-demo  ready .*\n\nrequests +running # +waiting #",
     "quire bench serve": r"latency +mean +p# +p# +p# +max\ntime to first token, ms +#.*requests completed +#\n",
