@@ -26,6 +26,7 @@ from quire.protocol.model.checkpoint import check_sizes, stored_tensors, with_st
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
+from quire.protocol.process.cache_folder import cache_path
 from quire.protocol.settings import ROUTED_EXPERTS, EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints, check_format
 from quire.version import __version__
@@ -132,7 +133,7 @@ def _quantised(options: EngineOptions, model: ModelConfig) -> ModelConfig:
 def _learned_costs_dir() -> str:
     """Return a folder in the user's cache folder, or "" if the user has no home folder."""
     try:
-        return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "quire" / "costs")
+        return str(cache_path("costs"))
     except RuntimeError:
         return ""
 

@@ -17,6 +17,7 @@ import msgspec
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.protocol.process.cache_folder import private_folder
 from quire.protocol.process.helper import Helper, HelperDied
 from quire.protocol.process.log import event_logger
 from quire.version import install_command
@@ -35,6 +36,8 @@ MEASURE_SECONDS = 120.0
 MAX_LAYERS = 4096
 MAX_NUMBER = 2**40
 MAX_SETTINGS_BYTES = 2**20
+
+NOT_KEPT = "the measured layout is not kept, so each start measures again"
 
 
 def measured_layout(path: Path, raw: dict[str, Any]) -> MeasuredConfig:
@@ -116,15 +119,10 @@ def _measuring_code() -> str:
 def _kept_file(key: str) -> Path | None:
     """Return the file that keeps a layout; None if this user cannot have one that is safe from other users."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "measured"
-        for each in (folder.parent, folder):  # mkdir gives the folders above the last one the mode of the umask
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (info := folder.stat()).st_uid != os.getuid() or info.st_mode & 0o077:
-            raise PermissionError(0, "others may use the folder", str(folder))
+        return private_folder("measured") / sha256(key.encode()).hexdigest()[:32]
     except (OSError, RuntimeError) as error:
-        log.warning("the measured layout is not kept, so each start measures again", reason=error)
+        log.warning(NOT_KEPT, reason=error)
         return None
-    return folder / sha256(key.encode()).hexdigest()[:32]
 
 
 def _keep(file: Path, found: MeasuredConfig) -> None:
@@ -133,4 +131,4 @@ def _keep(file: Path, found: MeasuredConfig) -> None:
         scratch.write_bytes(msgspec.msgpack.encode(found))
         scratch.replace(file)
     except OSError as error:
-        log.warning("the measured layout is not kept, so each start measures again", reason=error)
+        log.warning(NOT_KEPT, reason=error)

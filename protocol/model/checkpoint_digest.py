@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 from xxhash import xxh3_128
 
+from quire.protocol.process.cache_folder import private_folder
 from quire.protocol.process.log import event_logger
 
 log = event_logger("checkpoint")
@@ -111,11 +112,7 @@ def _kept_file(path: Path) -> Iterator[Path | None]:
     """Yield the file that keeps the hashes of a checkpoint's files, locked; None if this user cannot have one."""
     lock, file = -1, None
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "checkpoints"
-        for each in (folder.parent, folder):  # mkdir gives the folders above the last one the mode of the umask
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if (info := folder.stat()).st_uid != os.getuid() or info.st_mode & 0o077:
-            raise PermissionError(0, "others may use the folder", str(folder))
+        folder = private_folder("checkpoints")
         name = sha256(os.fsencode(path.absolute())).hexdigest()[:16]
         lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         # The ranks and engines of a machine start together. The first one reads the files, and the others wait for its

@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from inspect import Parameter, signature
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from quire.protocol.process.cache_folder import private_folder
 
 
 def set_variables() -> None:
@@ -23,9 +24,7 @@ def set_variables() -> None:
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with suppress(RuntimeError, OSError):  # no home folder, or one that cannot be written: then by default
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "quire" / "inductor"
-        cache.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder("inductor")))
 
 
 set_variables()

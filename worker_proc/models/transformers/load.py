@@ -91,7 +91,7 @@ def _is_ignored(name: str, model: Any) -> bool:
     """Whether the class ignores a stored tensor, or another part reads it (scales of the KV cache), or none does."""
     if name.endswith(UNREAD) or kv_scale_of(name) is not None:
         return True
-    return _matches(name, [*model._keys_to_ignore_on_load_unexpected, r"(^|\.)position_ids$"])
+    return _matches(name, [*(model._keys_to_ignore_on_load_unexpected or ()), r"(^|\.)position_ids$"])
 
 
 def _matches(name: str, patterns: Any) -> bool:

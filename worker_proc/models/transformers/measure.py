@@ -72,7 +72,7 @@ def measure(settings: str) -> MeasuredConfig:
         read, own = layers[source], layers[index]
         if (read.kv_shape, read.window) != (own.kv_shape, own.window):
             raise Unservable(f"reads keys of {read.module} in {own.module} with another shape or window")
-    _check_cache(text, layers)
+    _check_cache(text, layers, positions)
     if len(calls) != text.num_hidden_layers:
         raise Unservable(f"has {text.num_hidden_layers} layers and {len(calls)} calls of attention")
     embedding = model.get_input_embeddings()
@@ -242,11 +242,10 @@ def _check_states(text: Any) -> None:
             raise Unservable(f"has layers of kind {kind}, whose state Quire does not keep")
 
 
-def _check_cache(text: Any, layers: list[MeasuredLayer]) -> None:
+def _check_cache(text: Any, layers: list[MeasuredLayer], positions: int) -> None:
     """Refuse layers for which transformers' own cache does not keep all keys and values in the window."""
     from transformers import DynamicCache
 
-    positions = _num_positions(text)
     for cache, layer in zip(DynamicCache(config=text).layers, layers, strict=False):
         kept = getattr(cache, "sliding_window", 0)
         if kept < positions and kept not in (0, layer.window):
