@@ -21,6 +21,7 @@ class Configure(Message, frozen=True, tag=30):
     Attributes:
         last_step: number of the last step before this epoch; the next step follows it.
         num_blocks: size of an earlier group's block pool, the null block included; 0 lets the group decide.
+        num_slots: the same of its pool of state slots, slot 0 included.
     """
 
     worker_epoch: int
@@ -28,6 +29,7 @@ class Configure(Message, frozen=True, tag=30):
     config: EngineConfig
     last_step: int = 0
     num_blocks: int = 0
+    num_slots: int = 0
 
 
 class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
@@ -63,7 +65,8 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
 class SchedulerOutput(Message, frozen=True, tag=31):
     """One step, as a diff. An active request that it does not mention computes one token.
 
-    Applied in the order: removed and parked, new, unparked, chosen, appended, row moves, block copies, counts.
+    Applied in the order: removed and parked, new, unparked, chosen, appended, row moves, block copies, copies and
+    zeros of states, counts.
 
     Attributes:
         step: number of the step, which continues over epochs.
@@ -79,6 +82,10 @@ class SchedulerOutput(Message, frozen=True, tag=31):
         chosen: (handle, token) of requests whose last sampled token is replaced by this one: beams of a search.
         drafts: (handle, drafts) of each request that may verify drafts: up to this many of its tokens, the last ones.
             Only the worker knows the drafts and their actual number, since its proposer makes them as the step begins.
+        state_slots: slot of the recurrent state of each new request, in the order of ``new_requests``; None for models
+            without states. A request keeps its slot until it is removed.
+        state_copies: (source, target) of slots that are copied before the step computes anything, in this order.
+        blocks_to_zero: slots of new requests that begin without a state, zeroed before the step computes anything.
         awaits_sample_inputs: a request that samples in this step has a grammar. The worker launches the forward pass
             and samples after SampleInputs of the same step arrived. They always precede the next step; if the next step
             arrives instead, this step is void.
@@ -95,7 +102,7 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     appended_block_ids: Int32 | None = None
     appended_groups: Int32 | None = None
     counts: list[tuple[int, int]] = []
-    # Reserved: drafts made by the scheduler, blocks to zero.
+    # Reserved: drafts made by the scheduler.
     draft_token_ids: Int32 | None = None
     block_copies: list[tuple[int, int]] = []
     blocks_to_zero: list[int] = []
@@ -103,6 +110,8 @@ class SchedulerOutput(Message, frozen=True, tag=31):
     drafts: list[tuple[int, int]] = []
     forks: list[tuple[int, int]] = []
     chosen: list[tuple[int, int]] = []
+    state_slots: Int32 | None = None
+    state_copies: list[tuple[int, int]] = []
 
 
 class Shutdown(Message, frozen=True, tag=32):
@@ -139,6 +148,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     """Tokens in the pool's smallest blocks: ``--block-size``, or the next size that the kernels can read."""
     adapters: int = 0
     """Memory of the slots of LoRA adapters, on a GPU."""
+    states: int = 0
+    """Memory of all slots of recurrent states."""
 
 
 class Ready(Message, frozen=True, tag=40):
@@ -147,6 +158,7 @@ class Ready(Message, frozen=True, tag=40):
     Attributes:
         num_blocks: size of the pool per group, the null block included; empty for a model that keeps no KV.
         page_bytes: bytes of a page of this rank, which holds one block; 0 if it cannot store blocks in pages.
+        num_slots: size of the pool of state slots, slot 0 included, which no request has; 0 without states.
         files: the checkpoint that was loaded, by its state on this machine, or by its digest on a node; a value that
             no other has if it changed meanwhile; empty for dummy weights.
     """
@@ -156,6 +168,7 @@ class Ready(Message, frozen=True, tag=40):
     timings: dict[str, float]
     page_bytes: int = 0
     files: str = ""
+    num_slots: int = 0
 
     @property
     def pool_size(self) -> int:
