@@ -18,6 +18,7 @@ from quire.scheduler_proc.features.pooling import Pooling
 from quire.scheduler_proc.features.programs.programs import Programs
 from quire.scheduler_proc.features.result_bytes import ResultBytes
 from quire.scheduler_proc.features.routed_experts import RoutedExpertRows
+from quire.scheduler_proc.features.states import States
 from quire.scheduler_proc.features.suspects import Suspects
 from quire.scheduler_proc.features.tenants import Tenants
 from quire.scheduler_proc.features.transfers import Transfers
@@ -37,6 +38,7 @@ class Scheduler(BareScheduler):
     programs: Programs
     result_bytes: ResultBytes
     routed_experts: RoutedExpertRows
+    states: States
     suspects: Suspects
     tenants: Tenants
     transfers: Transfers
@@ -82,6 +84,7 @@ class Scheduler(BareScheduler):
             Suspects(core),
             Adapters(core),
             Transfers(core, self._costs),
+            States(core),
             Tenants(core),
             Drafts(core),
         )

@@ -77,6 +77,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         states: the tensors of one *slot*, which holds the recurrent state of one request at one position; empty for
             models without such layers. Slots are in a pool of their own: a state weighs as much as thousands of tokens,
             so that blocks of equal bytes would hold thousands of tokens too.
+        state_chunk: tokens of which ``state_grid`` is a multiple.
     """
 
     groups: list[KVGroup]
@@ -84,6 +85,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str
     states: list[StateTensor] = []
+    state_chunk: int = STATE_GRID
 
     @property
     def slot_bytes(self) -> int:
@@ -93,7 +95,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def state_grid(self) -> int:
         """Tokens: states are kept for later requests at multiples of it, which are ends of blocks. 0 without states."""
-        return lcm(STATE_GRID, self.block_size) if self.states else 0
+        return lcm(self.state_chunk, self.block_size) if self.states else 0
 
     @property
     def block_size(self) -> int:

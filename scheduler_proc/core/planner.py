@@ -306,7 +306,7 @@ class Planner:
             found = feature.hits(request, hits, num_hit_tokens, step_tokens)
             if isinstance(found, WaitReason):
                 return found
-            until = found or until
+            until = min(found or until, until or found or 0)
         while (reason := plan.lacks_room(request, num_hit_tokens)) is not None:
             if not self.preemption.for_tokens(plan, request):
                 return reason

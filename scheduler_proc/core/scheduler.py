@@ -70,6 +70,7 @@ class BareScheduler:
         num_host_pages: int = 0,
         num_disk_pages: int = 0,
         forgotten: int = 0,
+        num_slots: int = 0,
     ) -> None:
         """
         Args:
@@ -80,6 +81,7 @@ class BareScheduler:
             num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without, and
                 ignored without prefix caching.
             forgotten: contents on disk up to this generation have been forgotten.
+            num_slots: slots of recurrent states, slot 0 included; 0 for models without.
 
         Raises:
             ConfigError: a setting is unknown or contradicts the layout.
@@ -97,6 +99,7 @@ class BareScheduler:
             num_host_pages=num_host_pages if config.enable_prefix_caching else 0,
             num_disk_pages=num_disk_pages if config.enable_prefix_caching else 0,
             forgotten=forgotten,
+            num_slots=num_slots,
         )
         self.steady_decode = SteadyDecode(self.kv.block_size, config.pipeline_depth, config.num_speculative_tokens)
         self.decisions = RecentDecisions()

@@ -190,9 +190,9 @@ class Forks(Feature):
             return
         if any(budget.left(child, num_shared) < child.num_tokens - num_shared for budget in plan.budgets):
             return
-        if parent.handle in kv.forks:  # its own last block is not complete before the next step
+        if kv.awaits_copy(parent.handle):
             return
-        if not kv.forks.can_fork(parent.handle, num_shared):
+        if not kv.can_fork(parent, num_shared, is_written=not samples):
             self.stop_waiting(child)
             PARENT.put(child, None)
             return

@@ -12,6 +12,7 @@ from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import FilledRequest
 from quire.scheduler_proc.kv.single_type import Contents, FullAttentionManager, SingleTypeKVCacheManager, num_free
+from quire.scheduler_proc.kv.states import StateSlots
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 
 GroupBlocks = Sequence[Sequence[KVCacheBlock]]
@@ -75,7 +76,7 @@ class KVCacheCoordinator(ABC):
                 raise ConfigError(f"KV group kind {group.kind!r} is not supported; supported: {', '.join(MANAGERS)}")
             self.managers.append(kind(group, group_id, group.block_size // granularity, pool))
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
-        self.alignment = lcm(*(m.block_size for m in self.managers))
+        self.alignment = lcm(*(m.block_size for m in self.managers), layout.state_grid or 1)
         self.skips = any(m.skips for m in self.managers)
 
     @abstractmethod
@@ -175,11 +176,12 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: each accepts the candidate length or shortens it, until all accept the same length.
 
     Each group returns its longest hit within the candidate, so no common length is skipped, and the first length that
-    all accept is the longest.
+    all accept is the longest. Slots of states accept the positions of their checkpoints.
     """
 
-    def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
+    def __init__(self, layout: KVLayout, pool: BlockPool, states: StateSlots | None = None) -> None:
         super().__init__(layout, pool)
+        self._states = states
         # Full attention first: one pass finds its hit, later rounds only cut it, and it bounds the other groups'
         # search.
         self._order = sorted(range(len(self.managers)), key=lambda index: not self.managers[index].is_prefix_closed)
@@ -191,10 +193,14 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         # A fixed point: the length only falls, so it ends after at most one round per block, and usually after two.
         # Intersecting the sets of lengths of all groups would look at every block of every group.
         length = max_length // self.alignment * self.alignment
+        states, is_first = self._states, True
         while length > 0:
             candidate = length
             for index in self._order:
                 length = self._shorten(hits, index, block_hashes, length, contents)
+            if states is not None:
+                states.offered, is_first = length if is_first else states.offered, False
+                length = states.longest(block_hashes, length)
             if length == candidate:
                 return tuple(hit or [] for hit in hits), length
         return self.no_blocks, 0
@@ -218,7 +224,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         return len(known) * manager.block_size
 
 
-def make_coordinator(layout: KVLayout, pool: BlockPool) -> KVCacheCoordinator:
+def make_coordinator(layout: KVLayout, pool: BlockPool, states: StateSlots | None = None) -> KVCacheCoordinator:
     """Return the coordinator for this layout.
 
     Raises:
@@ -226,5 +232,6 @@ def make_coordinator(layout: KVLayout, pool: BlockPool) -> KVCacheCoordinator:
     """
     if not pool.enable_caching:
         return KVCacheCoordinatorNoPrefixCache(layout, pool)
-    kind = UnitaryKVCacheCoordinator if len(layout.groups) == 1 else HybridKVCacheCoordinator
-    return kind(layout, pool)
+    if len(layout.groups) == 1 and states is None:
+        return UnitaryKVCacheCoordinator(layout, pool)
+    return HybridKVCacheCoordinator(layout, pool, states)

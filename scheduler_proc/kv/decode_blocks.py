@@ -198,6 +198,9 @@ class SteadyBlockAllocator:
             kept = [at for at, block in enumerate(blocks) if not block.is_null]
             blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
         self._pool.cache_full_blocks(blocks, keys)
+        if self._kv.states is not None:
+            for request in requests:
+                self._kv.states.keep(request)
 
     def _describe(self, requests: Sequence[SteadyRequest], events: KVEventRecorder) -> None:
         for request in requests:

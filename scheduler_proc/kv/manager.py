@@ -15,6 +15,7 @@ from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, m
 from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
+from quire.scheduler_proc.kv.states import StateSlots
 from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 
 _BLOCK_ID = attrgetter("block_id")
@@ -62,6 +63,7 @@ class KVCacheManager:
         block_size: tokens per hash: the smallest block size of the groups; 1 without groups.
         holds: blocks that copies and waiting requests hold.
         forks: requests that share the blocks of others.
+        states: the slots of recurrent states, or None.
         tiers: the books of host memory and of the disk, in this order, if configured.
         disk: the books of the disk, or None.
         watermark_blocks: blocks that admission should leave free for the growth of running requests.
@@ -81,6 +83,7 @@ class KVCacheManager:
         num_host_pages: int = 0,
         num_disk_pages: int = 0,
         forgotten: int = 0,
+        num_slots: int = 0,
     ) -> None:
         """
         Args:
@@ -92,11 +95,16 @@ class KVCacheManager:
             pool_class: makes the pool, which decides the reuse order of free blocks.
             num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without.
             forgotten: as in DiskTier.
+            num_slots: slots of recurrent states, slot 0 included; not read for models without.
         """
         self.layout = layout
         self.block_size = hash_granularity(layout)
         self.pool = pool_class(num_blocks, enable_caching and bool(layout.groups))
-        self.coordinator = make_coordinator(layout, self.pool)
+        self.states: StateSlots | None = None
+        if layout.states:
+            takes_chunks = min_step_tokens < max_step_tokens
+            self.states = StateSlots(layout, num_slots, enable_caching, takes_chunks=takes_chunks)
+        self.coordinator = make_coordinator(layout, self.pool, self.states)
         self.holds = Holds(self.pool)
         self.forks = BlockForks(self.coordinator, self.pool)
         self.disk: DiskTier | None = None
@@ -117,9 +125,14 @@ class KVCacheManager:
         return self._max_tokens
 
     @property
+    def num_slots(self) -> int:
+        """Slots of recurrent states, slot 0 included; 0 for models without."""
+        return 0 if self.states is None else self.states.pool.num_blocks
+
+    @property
     def can_split(self) -> bool:
-        """Whether a cached prefix may come from two sources: with one group, of full attention."""
-        return [group.kind for group in self.layout.groups] == ["full_attention"]
+        """Whether a cached prefix may come from two sources: with one group, of full attention, and no states."""
+        return self.states is None and [group.kind for group in self.layout.groups] == ["full_attention"]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks over all groups that a request of this length holds at any time when it is alone."""
@@ -190,7 +203,7 @@ class KVCacheManager:
         if self.coordinator.skips:  # the large chunks of a short prompt can need more than the small ones of a long one
             needed = max(needed, self.num_blocks_for(request.num_tokens))
         needed -= self.coordinator.num_shared(hits)
-        return needed <= self.pool.num_free_blocks - keep_free
+        return needed <= self.pool.num_free_blocks - keep_free and self._has_slot(request.handle)
 
     def allocate_slots(
         self,
@@ -230,11 +243,32 @@ class KVCacheManager:
             coordinator.remove_skipped_blocks(handle, acknowledged)
         if coordinator.num_blocks_to_allocate(handle, num_tokens, hits) > self.pool.num_free_blocks - keep_free:
             return None
+        if not self._has_slot(handle):
+            return None
         if computed is not None:
             # Hits are held before new blocks are taken. In the other order the allocation could evict the very blocks
             # that were found.
             coordinator.add_computed_blocks(handle, computed)
+            if self.states is not None:
+                self.states.begin(request, num_computed)
         return coordinator.allocate(handle, num_tokens)
+
+    def _has_slot(self, handle: int) -> bool:
+        return self.states is None or self.states.has_room(handle)
+
+    def can_fork(self, parent: CacheRequest, num_shared_tokens: int, *, is_written: bool) -> bool:
+        """Return whether the parent has all that a token after its first ``num_shared_tokens`` reads.
+
+        ``is_written``: as of ``BlockForks.fork``.
+        """
+        # A state that has gone on cannot be cut back.
+        if self.states is not None and is_written and parent.num_computed_tokens != num_shared_tokens:
+            return False
+        return self.forks.can_fork(parent.handle, num_shared_tokens)
+
+    def awaits_copy(self, handle: int) -> bool:
+        """Whether a request has no complete contents before the next step, because they are copied from its parent."""
+        return handle in self.forks or (self.states is not None and self.states.awaits_copy(handle))
 
     def fork(
         self, parent: CacheRequest, child: CacheRequest, num_shared_tokens: int, keep_free: int, *, is_written: bool
@@ -243,14 +277,21 @@ class KVCacheManager:
         # First, so that the child's share of the parent's blocks is findable too: only full blocks with a hash may have
         # two owners without a copy.
         self.cache_blocks(parent, num_shared_tokens)
+        if not self._has_slot(child.handle):
+            return False
         self.pool.act_for(child.account)
-        return self.forks.fork(
+        has_forked = self.forks.fork(
             parent.handle, child.handle, num_shared_tokens, num_shared_tokens + 1, keep_free, is_written=is_written
         )
+        if has_forked and self.states is not None:
+            self.states.fork(parent.handle, child.handle, is_written=is_written)
+        return has_forked
 
     def cache_blocks(self, request: CacheRequest, num_tokens: int) -> None:
         """Cache the blocks that the first ``num_tokens`` positions fill: known tokens whose write is in a sent step."""
         self.coordinator.cache_blocks(request, num_tokens)
+        if self.states is not None:
+            self.states.keep(request)
 
     def cache_loaded(self, request: CacheRequest | None, blocks: Sequence[KVCacheBlock], keys: Sequence[bytes]) -> None:
         """Make blocks findable that were loaded from a tier. ``request``: the one that waits for them, or None."""
@@ -267,6 +308,8 @@ class KVCacheManager:
         self.coordinator.invalidate(request.block_hashes, num_kept_tokens, self.pool)
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
+        if self.states is not None:
+            self.states.invalidate(request.block_hashes, num_kept_tokens)
 
     def act_for(self, request: CacheRequest) -> None:
         """Count what is allocated and freed next for the request's account."""
@@ -285,6 +328,8 @@ class KVCacheManager:
         self.pool.begin_release(pin)
         self.coordinator.free(request.handle)
         self.pool.end_release()
+        if self.states is not None:
+            self.states.free(request.handle)
 
     def unpin(self, pin: int) -> None:
         """Let what is left of a pin be evicted as if it had not been pinned. Unknown numbers are ignored."""
@@ -324,6 +369,8 @@ class KVCacheManager:
         # count as computed in memory that is gone.
         assert not any(manager.req_to_blocks for manager in self.coordinator.managers), "a request holds blocks"
         self.pool.drop_contents()
+        if self.states is not None:
+            self.states.drop_contents()
 
     def open_host(self, is_open: bool) -> None:
         """Let contents be stored in host memory, or not."""
@@ -338,6 +385,8 @@ class KVCacheManager:
         self.pool.drop_contents()
         for tier in self.tiers:
             tier.pages.drop_contents()
+        if self.states is not None:
+            self.states.drop_contents()
         return True
 
     def check(self) -> None:
@@ -350,6 +399,8 @@ class KVCacheManager:
         self.forks.check()
         for tier in self.tiers:
             tier.pages.check()
+        if self.states is not None:
+            self.states.check()
 
     def _longest_request(self) -> int:
         lengths = range(_MANY_TOKENS + 1)

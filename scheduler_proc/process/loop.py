@@ -276,7 +276,8 @@ class SchedulerLoop:
     def _configure(self, workers: WorkerGroup) -> Configure:
         """Return the configuration of a new group. A replacement continues after the last step, with as many blocks."""
         told, scheduler = (workers.worker_epoch, self._layout, self._config), self._scheduler
-        resumed = () if scheduler is None else (scheduler.last_step, scheduler.kv.pool.num_usable_blocks + 1)
+        pools = () if scheduler is None else (scheduler.kv.pool.num_blocks, scheduler.kv.num_slots)
+        resumed = () if scheduler is None else (scheduler.last_step, *pools)
         return Configure(*told, *resumed)
 
     def _on_step_message(self, scheduler: Scheduler, workers: WorkerGroup, received: Received) -> None:
@@ -362,13 +363,16 @@ class SchedulerLoop:
 
     def _on_group_ready(self, workers: WorkerGroup, ready: Ready) -> None:
         """Handle that all ranks can run steps. Makes the Scheduler for the first group."""
-        scheduler = self._scheduler or self._make_scheduler(workers, ready.pool_size, ready.plan.block_size)
+        scheduler = self._scheduler or self._make_scheduler(workers, ready)
         # A replacement with a smaller pool could not hold the requests that are running, and a replay would have
         # another pool. It is refused rather than adapted to.
-        found = ready.pool_size, ready.plan.block_size
-        expected = scheduler.kv.pool.num_usable_blocks + 1, self._config.block_size
+        found = ready.pool_size, ready.plan.block_size, ready.num_slots
+        expected = scheduler.kv.pool.num_blocks, self._config.block_size, scheduler.kv.num_slots
         if found != expected:
-            pools = "the new workers have {} KV blocks of {} tokens, but the previous workers had {} of {}"
+            pools = (
+                "the new workers have {} KV blocks of {} tokens and {} slots of states, but the previous workers had "
+                "{} of {} and {}"
+            )
             raise EngineError(pools.format(*found, *expected))
         self._transfers.begin(scheduler, workers)
         self._child.report(Report("ready", ready.plan.device, detail=ready.detail, worker_epoch=workers.worker_epoch))
@@ -376,13 +380,15 @@ class SchedulerLoop:
             self._report_progress()  # no request will generate a token
         self._front_ends.announce(EngineState("ready"))
 
-    def _make_scheduler(self, workers: WorkerGroup, num_blocks: int, block_size: int) -> Scheduler:
-        """Make the Scheduler. ``block_size``: one that the workers' attention kernels can read."""
+    def _make_scheduler(self, workers: WorkerGroup, ready: Ready) -> Scheduler:
+        """Make the Scheduler, with the pools of the workers and a block size that their attention kernels can read."""
+        block_size = ready.plan.block_size
         # Only now, because the workers' attention library decides which block sizes it can read. The first group
         # decides for the engine's whole time.
         self._config = msgspec.structs.replace(self._config, block_size=block_size)
         self._layout = self._layout.with_block_size(block_size)
-        header = TraceHeader(self._config, self._layout, num_blocks, *self._transfers.open(workers))
+        pages = self._transfers.open(workers)
+        header = TraceHeader(self._config, self._layout, ready.pool_size, *pages, num_slots=ready.num_slots)
         events, hash_bytes = self._kv_events, HASH_BYTES[self._config.prefix_caching_hash_algo]
         recorder = None if events is None else events.record(self._layout, hash_bytes)
         scheduler = self._scheduler = self._journal.begin(header, recorder)

@@ -154,7 +154,9 @@ class WorkerGroup:
         fewest = [min(counts) for counts in zip(*(r.num_blocks for r in self._ready.values()), strict=True)]
         slowest = max(self._ready.values(), key=lambda r: sum(r.timings.values()))
         devices = ", ".join(sorted(each.plan.device for each in self._ready.values()))
-        return Ready(fewest, msgspec.structs.replace(self._ready[0].plan, device=devices), slowest.timings)
+        num_slots = min(r.num_slots for r in self._ready.values())
+        plan = msgspec.structs.replace(self._ready[0].plan, device=devices)
+        return Ready(fewest, plan, slowest.timings, num_slots=num_slots)
 
     def agreed(self) -> tuple[int, Received] | None:
         """Return (0, the next result on which all ranks agree), or None. Raises EngineError when they disagree."""

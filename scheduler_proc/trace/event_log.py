@@ -74,6 +74,7 @@ class TraceHeader(msgspec.Struct, frozen=True):
     num_disk_pages: int = 0
     forgotten: int = 0
     costs: CostState = CostState()
+    num_slots: int = 0
 
     def make_scheduler(
         self, *, steady_decode: bool = True, hooks: SchedulerHooks = NO_HOOKS, kv_events: KVEventRecorder | None = None
@@ -89,6 +90,7 @@ class TraceHeader(msgspec.Struct, frozen=True):
             num_disk_pages=self.num_disk_pages,
             forgotten=self.forgotten,
             costs=self.costs,
+            num_slots=self.num_slots,
         )
 
 

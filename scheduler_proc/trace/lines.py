@@ -45,6 +45,7 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
         prompts: whether arrivals have their token ids.
         num_host_pages, num_disk_pages: pages of host memory and on disk, page 0 of each included; 0 without.
         forgotten: contents on disk up to this generation had been forgotten.
+        num_slots: slots of recurrent states, slot 0 included; 0 for models without.
         costs: what the scheduler knew about the costs of prefills and loads.
         complete: false for a crash dump that starts in the middle of a run. When its second line is a keyframe, it can
             be replayed from there; otherwise it can only be read.
@@ -68,6 +69,7 @@ class Header(Line, frozen=True, kw_only=True, tag="header"):
     num_disk_pages: int = 0
     forgotten: int = 0
     costs: CostState = CostState()
+    num_slots: int = 0
 
     @property
     def trace_id(self) -> float:
@@ -228,6 +230,8 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
         copies: (source, target) of copied blocks.
         chosen: handles of beams that continue with another token than they sampled.
         forks: (handle, parent) of new rows that sample from the logits of another row, and compute nothing.
+        state_slots: slots of the states of new rows, in models with states.
+        state_copies: (source, target) of copied slots.
         reasons: decisions since the last line with reasons.
         hashes: (handle, hash) of blocks that became full during the decision.
     """
@@ -248,6 +252,8 @@ class StepDecision(Line, frozen=True, kw_only=True, tag="step_decision"):
     awaits_sample_inputs: bool = False
     reasons: list[Reason] = []
     hashes: list[tuple[int, bytes]] = []
+    state_slots: list[int] = []
+    state_copies: list[tuple[int, int]] = []
 
 
 class Tick(Line, frozen=True, kw_only=True, tag="tick"):

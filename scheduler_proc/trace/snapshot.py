@@ -151,7 +151,9 @@ def objects_of(scheduler: Scheduler) -> dict[type, list[Any]]:
 
 
 def pools_of(scheduler: Scheduler) -> list[BlockPool]:
-    return [scheduler.kv.pool, *(tier.pages for tier in scheduler.kv.tiers)]
+    kv = scheduler.kv
+    slots = [] if kv.states is None else [kv.states.pool]
+    return [kv.pool, *(tier.pages for tier in kv.tiers), *slots]
 
 
 class _Writer:

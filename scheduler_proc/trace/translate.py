@@ -318,6 +318,8 @@ def decision_line(
         forks=diff.forks,
         chosen=[handle for handle, _ in diff.chosen],
         awaits_sample_inputs=diff.awaits_sample_inputs,
+        state_slots=_to_list(diff.state_slots) or [],
+        state_copies=diff.state_copies,
         reasons=reasons,
         hashes=hashes,
     )

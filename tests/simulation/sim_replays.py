@@ -58,7 +58,8 @@ def longest_hit(kv: KVCacheManager, request: Any) -> int:
 
     lengths = range((request.num_tokens - 1) // unit * unit, 0, -unit)
     fits = (n for n in lengths if all(is_usable(n, number, group) for number, group in enumerate(groups)))
-    return next(fits, 0)
+    kept = (n for n in fits if kv.states is None or kv.states.longest(request.block_hashes, n) == n)
+    return next(kept, 0)
 
 
 def check_replays(process: "SimScheduler", seed: int) -> None:

@@ -14,6 +14,7 @@ from sim_settings import (
     pooling_settings,
     program_settings,
     random_settings,
+    state_settings,
 )
 
 from quire.protocol.request.pooling_params import POOLING_TASKS
@@ -61,6 +62,8 @@ ENCODER_SEEDS = (13, 60)
 """Seeds modulo 78 of these whose model keeps no KV, and only pools."""
 BEAM_SEEDS = (4, 9)
 """Seeds modulo 12 with beam searches; none of them is a seed of a mutation."""
+STATE_SEEDS = (5,)
+"""Seeds modulo 11 whose model has recurrent states."""
 LAYOUT_SEEDS = (4, 10)
 """Seeds modulo 14 with the KV layout of a known model."""
 HELD_SHARE = 0.2
@@ -72,7 +75,7 @@ BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
 
 
-SWITCHES = ("disk", "adapters", "pooling", "encoder", "beams")
+SWITCHES = ("disk", "adapters", "pooling", "encoder", "beams", "states")
 """Fields of a Scenario that are true or false."""
 
 
@@ -167,7 +170,7 @@ class SimRequest:
 class Scenario:
     """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk.
     ``adapters``: requests have LoRA adapters. ``pooling``: the model pools. ``encoder``: it does nothing else.
-    ``beams``: some requests are beam searches."""
+    ``beams``: some requests are beam searches. ``states``: the model has recurrent states."""
 
     seed: int
     requests: tuple[SimRequest, ...]
@@ -177,6 +180,7 @@ class Scenario:
     pooling: bool = False
     encoder: bool = False
     beams: bool = False
+    states: bool = False
 
     @property
     def has_forks(self) -> bool:
@@ -216,6 +220,7 @@ def shape_of(
     pooling: bool = False,
     encoder: bool = False,
     beams: bool = False,
+    states: bool = False,
 ) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
@@ -225,6 +230,7 @@ def shape_of(
     settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
     settings["num_tenants"] = 3 if random.Random(f"tenants {seed}").random() < TENANT_SHARE else 0
     num_ranks = rng.choice((1, 1, 2))
+    is_plain = not (adapters or pooling or beams or states)
     return Shape(
         num_ranks=num_ranks,
         num_fronts=rng.choice((1, 2, 3)),
@@ -242,8 +248,9 @@ def shape_of(
             **(program_settings(random.Random(f"programs {seed}")) if seed % 13 in PROGRAM_SEEDS else {}),
             **(pooling_settings(random.Random(f"pooling {seed}")) if pooling else {}),
             **(_encoder_settings(seed) if encoder else {}),
+            **(state_settings(random.Random(f"states {seed}")) if states else {}),
         },
-        real_runner=not (adapters or pooling or beams) and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
+        real_runner=is_plain and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
 
 
@@ -328,7 +335,8 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     held = random.Random(f"held {seed}")
     if held.random() < HELD_SHARE:
         faults.append(Fault(round(held.uniform(BEGIN_S, at), 3), "held", held.randrange(6)))
-    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder, beams)
+    states = seed % 11 in STATE_SEEDS and not encoder
+    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder, beams, states)
 
 
 def _with_jobs(rng: random.Random, requests: list[SimRequest]) -> list[SimRequest]:

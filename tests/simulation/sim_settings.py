@@ -5,7 +5,7 @@ from typing import Any
 
 from kv_cases import LAYOUTS, layout_like
 
-from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.kv_layout import KVGroup, KVLayout, StateTensor
 from quire.protocol.model.pooling_config import PoolingConfig
 
 VOCAB_SIZE = 1000
@@ -93,6 +93,16 @@ def encoder_settings(rng: random.Random) -> dict[str, Any]:
         "max_num_batched_tokens": rng.choice((MAX_MODEL_LEN, 64)),
         "num_speculative_tokens": 0,
     }
+
+
+def state_settings(rng: random.Random) -> dict[str, Any]:
+    """Return settings of a model with recurrent states, and with few slots for them."""
+    block_size = rng.choice((1, 2, 4))
+    groups = [KVGroup("full_attention", block_size, [0])]
+    groups += [KVGroup("sliding_window", block_size, [1], rng.randrange(1, 12))] * rng.randrange(2)
+    states = [StateTensor("layers.2", "state", (1,), "float32")]
+    layout = KVLayout(groups, 1, 4, "float32", states=states, state_chunk=rng.choice((4, 8)))
+    return {"layout": layout, "block_size": block_size, "num_blocks": 80, "num_slots": rng.choice((2, 3, 5, 12))}
 
 
 def layout_settings(rng: random.Random) -> dict[str, Any]:

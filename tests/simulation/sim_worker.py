@@ -255,7 +255,9 @@ class SimWorker(SimProcess):
             max_loras=config.max_loras if config.enable_lora else 0,
             max_cpu_loras=config.max_cpu_loras,
             pooling=config.model.pooling,
+            num_slots=self.world.num_slots,
         )
+        assert configure.num_slots in (0, self.world.num_slots), "another number of slots than the previous group's"
         self.model.salt_of, self.model.even = self.world.salt_of, self.world.even
         self.model.logprobs_of = self.world.logprobs_of
         self.model.step, self.model.first_of_epoch = configure.last_step, configure.last_step + 1
@@ -265,7 +267,8 @@ class SimWorker(SimProcess):
         self.model.host.fault = self.world.faults.page_fault
         page_bytes = PAGE_BYTES if config.cpu_offload_bytes or config.ssd_cache_bytes else 0
         plan = MemoryPlan("cpu", 0, 0, 0, 0, num_blocks, config.block_size)
-        self._channel.send(Ready([num_blocks] * len(layout.groups), plan, {}, page_bytes))
+        pools = [num_blocks] * len(layout.groups)
+        self._channel.send(Ready(pools, plan, {}, page_bytes, num_slots=self.world.num_slots))
 
     # ---- steps
 

@@ -86,6 +86,7 @@ class World:
         self.host_pages: dict[str, dict[int, Page]] = {}
         """Host memory by its path: it outlives workers."""
         self.num_blocks: int = settings.pop("num_blocks")
+        self.num_slots: int = settings.pop("num_slots", 0)
         self.config: EngineConfig = make_config(**settings | {"enable_return_routed_experts": True})
         self.layout = make_layout(self.config) if layout is None else layout
         if self.layout.groups:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from fake_adapters import FakeAdapters
 from fake_pages import FakePages
+from fake_states import FakeStates
 from log_replay import appended_blocks
 from side_parts import with_rows
 
@@ -24,6 +25,8 @@ from quire.protocol.wire.side_rows import LOGPROBS, POOLED, PROMPT_LOGPROBS, ROU
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
 _MASK = (1 << 64) - 1
+_STATE = 1 << 32
+"""The group of states, in tags."""
 _NOTHING = -1
 """The tag of a slot that was never written, or that holds a rejected draft."""
 
@@ -89,8 +92,8 @@ class Row:
 
     ``tables``: block ids per group; entries that no later position reads may belong to other requests by now.
     ``prompt_width``: log probabilities per prompt token; 0 for none. ``num_candidates``: those of a sampled token.
-    ``adapter``: number of its adapter, or 0. ``num_routed``: positions whose routed experts were sent; -1: not
-    requested.
+    ``adapter``: number of its adapter, or 0. ``num_routed``: positions with routed experts sent; -1: not requested.
+    ``slot``: that of its state.
     """
 
     handle: int
@@ -102,6 +105,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     contexts: list[int] = field(default_factory=list)
     num_computed: int = 0
+    slot: int = 0
     prompt_width: int = 0
     num_candidates: int = 0
     is_search: bool = False
@@ -178,9 +182,11 @@ class FakeWorker:
         max_loras: int = 0,
         max_cpu_loras: int = 0,
         pooling: PoolingConfig | None = None,
+        num_slots: int = 0,
     ) -> None:
         self.adapters = FakeAdapters(max_loras, max_cpu_loras)
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
+        self.states = FakeStates(num_slots, lambda row, context: self._tag(row, _STATE, context))
         self.groups = [KVGroup("full_attention", block_size, [0])] if groups is None else groups
         self.pooling = pooling
         self.num_speculative_tokens = num_speculative_tokens
@@ -207,6 +213,7 @@ class FakeWorker:
         """Become a new process; the next step is the one after ``last_step``. Host memory stays."""
         self.host.pending.clear()
         self.adapters.forget()
+        self.states.forget()
         self.rows.clear()
         self.holders.clear()
         self.slots = [[_NOTHING] * len(self.slots[0]) for _ in range(self.num_blocks)]
@@ -304,6 +311,7 @@ class FakeWorker:
             assert targets.count(target) == 1 and source not in targets, f"order of the copy {source} to {target}"
             assert len(self._readers(target)) <= 1, f"block {target} is copied to, and is of several requests"
             self.slots[target] = self.slots[source].copy()
+        self.states.apply(diff, self.rows)
         assert len(self.rows) <= self.max_rows, "more requests than max_num_seqs"
 
     def _let_go(self, row: Row) -> None:
@@ -467,6 +475,7 @@ class FakeWorker:
         known = chunk.start + chunk.num_known
         if known == chunk.start:  # forked: it samples from the logits of another row
             return
+        self.states.read(row, chunk.start)
         for group, spec in enumerate(self.groups):
             size = self.sizes[group]
             position = first_read(spec, chunk.start)
@@ -493,10 +502,12 @@ class FakeWorker:
         for group, size in enumerate(self.sizes):
             for position in range(chunk.kept_end, chunk.end):
                 self.slots[row.tables[group][position // size]][position % size] = _NOTHING
-        if not chunk.samples:
-            return []
         for token in chunk.drafts[: chunk.num_accepted]:
             row.know(token)
+        if chunk.num_known:
+            self.states.write(row)
+        if not chunk.samples:
+            return []
         row.know(self._answer(row, len(row.tokens), row.contexts[-1]))
         return row.tokens[-1 - chunk.num_accepted :]
 

@@ -159,17 +159,20 @@ class Driver:
         policies: Policies = QUIRE,
         num_host_pages: int = 0,
         num_disk_pages: int = 0,
+        num_slots: int = 0,
         before: "Driver | None" = None,
         costs: CostState = NO_COSTS,
         **settings: Any,
     ) -> None:
-        """``num_blocks`` includes the null block, ``num_host_pages`` and ``num_disk_pages`` page 0. Without ``layout``:
-        one group of full attention. ``before``: the engine whose disk this one finds. ``costs``: what the scheduler
-        has learned before."""
+        """``num_blocks`` includes the null block, those of pages and slots page 0 and slot 0.
+        Without ``layout``: one group of full attention. ``before``: the engine whose disk this one finds. ``costs``:
+        what the scheduler has learned before."""
         self.config = config = make_config(**settings)
         layout = make_layout(config) if layout is None else layout
         forgotten = 0 if before is None or before.scheduler.kv.disk is None else before.scheduler.kv.disk.forgotten
-        self.header = TraceHeader(config, layout, num_blocks, num_host_pages, num_disk_pages, forgotten, costs)
+        self.header = TraceHeader(
+            config, layout, num_blocks, num_host_pages, num_disk_pages, forgotten, costs, num_slots
+        )
         self.scheduler = self.header.make_scheduler(steady_decode=steady_decode)
         if policies != QUIRE:
             self.scheduler = ReplayScheduler(config, layout, num_blocks, steady_decode=steady_decode, policies=policies)
@@ -185,6 +188,7 @@ class Driver:
             max_loras=config.max_loras if config.enable_lora else 0,
             max_cpu_loras=config.max_cpu_loras,
             pooling=config.model.pooling,
+            num_slots=num_slots,
         )
         pages = self.worker.host
         pages.disk = range(num_host_pages, num_host_pages + num_disk_pages)

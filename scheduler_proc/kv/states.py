@@ -1,0 +1,248 @@
+"""Slots of recurrent states: the one with which each running request computes, and those kept for later requests.
+
+A state summarises all tokens before a position, so unlike keys and values it cannot be cut: what is kept for others is
+a copy, a *checkpoint*, at a position chosen beforehand. A checkpoint has the hash of the block that ends at its
+position as its name, and is free from the moment it has one: it is evicted like a cached block that no request holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.protocol.model.kv_layout import KVLayout
+from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.block_pool import BlockPool
+
+
+class StateRequest(Protocol):
+    """The view of a request that this module needs; attributes as of ``CacheRequest``."""
+
+    @property
+    def handle(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy that was not sent to the workers; its source is held until then.
+
+    Attributes:
+        is_ready: the source has its content before the step being planned.
+        key: under which the target is found as soon as the copy was sent; None if it belongs to a request.
+    """
+
+    source: KVCacheBlock
+    target: KVCacheBlock
+    is_ready: bool
+    key: bytes | None = None
+
+
+class StateSlots:
+    """Owns a pool of slots, the slot of each running request, and the copies that no step has had yet.
+
+    A request's slot has its state after all positions of the steps that were sent, and stays its own until it is freed.
+    Checkpoints are taken at multiples of ``grid``: at the last one in a prompt; where cached blocks matched further
+    than checkpoints did, because other prompts will branch there too; and in a decode at the newest one, for the next
+    turn of a conversation. To keep more costs hits: each checkpoint evicts another one, and is as large as thousands of
+    tokens. A prefill must therefore end a chunk at such a position (``next_stop``).
+
+    Attributes:
+        grid: tokens.
+        offered: the longest prefix for which the groups had blocks in the last search, in tokens.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int, enable_caching: bool, *, takes_chunks: bool = True) -> None:
+        """
+        Args:
+            num_slots: includes slot 0, which no request has.
+            takes_chunks: whether prefills may end anywhere; otherwise prompts are computed whole.
+
+        Raises:
+            ValueError: not one slot for requests.
+        """
+        if num_slots < 2:
+            raise ValueError(f"num_slots must be at least 2, one of which is not used (got {num_slots})")
+        self.grid = layout.state_grid
+        self.pool = BlockPool(num_slots, enable_caching)
+        self.offered = 0
+        self._hashes = self.grid // layout.block_size
+        self._takes_chunks = takes_chunks
+        self._working: dict[int, KVCacheBlock] = {}
+        self._stops: dict[int, list[int]] = {}
+        """By handle: positions at which its prefill takes checkpoints, ascending."""
+        self._newest: dict[int, tuple[KVCacheBlock, bytes]] = {}
+        """By handle: the last checkpoint of its decode, and the name."""
+        self._copies: list[_Copy] = []
+
+    def slot(self, handle: int) -> int:
+        """Return the slot of a running request."""
+        return self._working[handle].block_id
+
+    def has_room(self, handle: int) -> bool:
+        """Return whether a request has a slot, or one is free."""
+        return handle in self._working or self.pool.num_free_blocks > 0
+
+    def longest(self, block_hashes: Sequence[bytes], length: int) -> int:
+        """Return the position of the last checkpoint within ``length`` tokens; 0 if there is none."""
+        at = length // self.grid * self.grid
+        while at and self.pool.get_cached_block(self._key(block_hashes, at)) is None:
+            at -= self.grid
+        return at
+
+    def begin(self, request: StateRequest, num_computed: int) -> None:
+        """Give a request its slot, with the checkpoint at ``num_computed`` if that is not 0. ``has_room`` must hold."""
+        hit: KVCacheBlock | None = None
+        if num_computed:
+            hit = self.pool.get_cached_block(self._key(request.block_hashes, num_computed))
+            assert hit is not None, f"handle {request.handle}: no state at position {num_computed}"
+            self.pool.touch((hit,))
+        self._stops[request.handle] = self.stops(request, num_computed)
+        if hit is not None and not self.pool.num_free_blocks:
+            # The checkpoint is in the only slot that was free. The request goes on in it, and others lose it: it would
+            # wait for ever for a second one in a pool of one.
+            self.pool.invalidate(self._key(request.block_hashes, num_computed))
+            self._working[request.handle] = hit
+            return
+        self._working[request.handle] = slot = self.pool.get_new_blocks(1)[0]
+        if hit is not None:
+            self._copies.append(_Copy(hit, slot, is_ready=True))
+
+    def stops(self, request: StateRequest, num_computed: int) -> list[int]:
+        """Return where the prefill of a request that begins at ``num_computed`` takes checkpoints."""
+        if not (self.pool.enable_caching and self._takes_chunks):
+            return []
+        # The last known token is computed by each request of the same prompt, for its logits.
+        ends = {(request.num_tokens - 1) // self.grid, min(self.offered, request.num_tokens - 1) // self.grid}
+        return [end * self.grid for end in sorted(ends) if end * self.grid > num_computed]
+
+    def next_stop(self, handle: int, num_computed: int) -> int:
+        """Return the next position after ``num_computed`` at which a prefill must end a chunk; 0 if there is none."""
+        return next((at for at in self._stops.get(handle, ()) if at > num_computed), 0)
+
+    def keep(self, request: StateRequest) -> None:
+        """Take a checkpoint of a request's state, if it is at a position for one and a slot is free."""
+        at, handle, hashes = request.num_computed_tokens, request.handle, request.block_hashes
+        if at % self.grid or not self.pool.enable_caching or not 0 < at <= len(hashes) // self._hashes * self.grid:
+            return
+        stops = self._stops[handle]
+        decodes = not stops or at > stops[-1]
+        key = self._key(hashes, at)
+        if not (decodes or at in stops) or self.pool.get_cached_block(key) is not None:
+            return
+        if any(copy.key == key for copy in self._copies):
+            return
+        target = self._superseded(handle) if decodes else None
+        if target is None:
+            if not self.pool.num_free_blocks:
+                return
+            target = self.pool.get_new_blocks(1)[0]
+        if decodes:
+            self._newest[handle] = target, key
+        self._copy(handle, target, is_ready=True, key=key)
+
+    def fork(self, parent: int, child: int, *, is_written: bool) -> None:
+        """Give a child a slot with its parent's state. ``has_room`` must hold.
+
+        ``is_written``: whether the parent's state is the one of the child before the step being planned; otherwise it
+        is after that step.
+        """
+        self._working[child], self._stops[child] = self.pool.get_new_blocks(1)[0], []
+        self._copy(parent, self._working[child], is_ready=is_written)
+
+    def awaits_copy(self, handle: int) -> bool:
+        """Whether the state of a running request is not in its slot before the next step."""
+        return any(copy.target is self._working.get(handle) for copy in self._copies)
+
+    def take(self) -> list[tuple[int, int]]:
+        """Return (source, target) of the copies for the step being sent, in order; others are for the next one."""
+        taken = [copy for copy in self._copies if copy.is_ready]
+        self._copies = [copy for copy in self._copies if not copy.is_ready]
+        for copy in self._copies:
+            copy.is_ready = True
+        for copy in taken:
+            self._release(copy)
+        return [(copy.source.block_id, copy.target.block_id) for copy in taken]
+
+    def free(self, handle: int) -> None:
+        """Free the slot of a request, if it has one. Its checkpoints stay."""
+        slot = self._working.pop(handle, None)
+        if slot is None:
+            return
+        for copy in [copy for copy in self._copies if copy.target is slot]:
+            self._copies.remove(copy)
+            self.pool.free_blocks((copy.source,))
+        # A checkpoint that was not copied yet: the slot itself becomes it. Nothing may wait for a step here, because in
+        # a small pool the next step may need the very slot.
+        kept = [copy for copy in self._copies if copy.source is slot and copy.key is not None]
+        self._give_up(kept)
+        for copy in kept:
+            self._name(slot, copy.key)
+        del self._stops[handle]
+        self._newest.pop(handle, None)
+        self.pool.free_blocks((slot,))
+
+    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
+        """Invalidate the checkpoints of these tokens after the first ``num_kept_tokens``."""
+        first, end = num_kept_tokens // self.grid + 1, len(block_hashes) // self._hashes
+        keys = {self._key(block_hashes, index * self.grid) for index in range(first, end + 1)}
+        for key in keys:
+            self.pool.invalidate(key)
+        self._give_up([copy for copy in self._copies if copy.key in keys])
+
+    def drop_contents(self) -> None:
+        """Drop all checkpoints."""
+        self._give_up([copy for copy in self._copies if copy.key is not None])
+        self.pool.drop_contents()
+
+    def check(self) -> None:
+        """Raise AssertionError unless each slot is held by the request or by the copies that need it."""
+        waiting = [[copy.source, *([] if copy.key is None else [copy.target])] for copy in self._copies]
+        self.pool.check([list(self._working.values()), *waiting])
+        assert self._working.keys() == self._stops.keys(), "positions of checkpoints are known without a slot"
+        assert self._newest.keys() <= self._working.keys(), "the last checkpoint of a request that has no slot"
+        own = {slot.block_id for slot in self._working.values()}
+        assert len(own) == len(self._working), "two requests have one slot"
+        targets = {copy.target.block_id for copy in self._copies if copy.key is None}
+        assert targets <= own, "a copy for a request that has ended"
+
+    def _key(self, block_hashes: Sequence[bytes], at: int) -> bytes:
+        return block_hashes[at // self.grid * self._hashes - 1]
+
+    def _superseded(self, handle: int) -> KVCacheBlock | None:
+        """Take back the last checkpoint of a decode, unless others use it; None if there is none."""
+        slot, key = self._newest.get(handle, (None, b""))
+        if slot is None or slot.ref_cnt or slot.block_hash != key:
+            return None
+        self.pool.touch((slot,))
+        self.pool.invalidate(key)
+        return slot
+
+    def _copy(self, handle: int, target: KVCacheBlock, *, is_ready: bool, key: bytes | None = None) -> None:
+        # Held, because the request may end, and another one get its slot, before the step with the copy is sent.
+        self.pool.share((self._working[handle],))
+        self._copies.append(_Copy(self._working[handle], target, is_ready, key))
+
+    def _release(self, copy: _Copy) -> None:
+        """Release what a copy holds that is being sent. Its target has a name only now.
+
+        A request that finds a checkpoint begins with a copy of it, which must be in a later step, or behind it.
+        """
+        self.pool.free_blocks((copy.source,))
+        if copy.key is not None:
+            self._name(copy.target, copy.key)
+            self.pool.free_blocks((copy.target,))
+
+    def _name(self, slot: KVCacheBlock, key: bytes | None) -> None:
+        if key is not None and self.pool.get_cached_block(key) is None:
+            self.pool.cache_full_blocks((slot,), (key,))
+
+    def _give_up(self, copies: list[_Copy]) -> None:
+        """Forget copies that would make checkpoints."""
+        for copy in copies:
+            self._copies.remove(copy)
+            self.pool.free_blocks((copy.source, copy.target))
