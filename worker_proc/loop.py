@@ -115,6 +115,8 @@ class WorkerLoop:
             # tables name them.
             if configure.num_blocks:
                 config = msgspec.structs.replace(config, num_blocks_override=configure.num_blocks - 1)
+            if configure.num_slots:
+                config = msgspec.structs.replace(config, state_slots=configure.num_slots - 1)
             say = self._commands.report_phase
             say("prepares kernels")
             # Taken before the weights are read and completed afterwards, so that a file which changes in between is

@@ -86,6 +86,7 @@ def make_engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         num_blocks_override=options.num_gpu_blocks_override or 0,
+        state_slots=options.state_slots or 0,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes or 0,
         priority_range=parse_priority_range(options.priority_range),
         num_speculative_tokens=num_drafts,

@@ -1,5 +1,6 @@
 """The division of KV cache memory into blocks, shared by scheduler and worker."""
 
+from collections.abc import Sequence
 from math import lcm, prod
 
 import msgspec
@@ -67,6 +68,11 @@ class StateTensor(msgspec.Struct, frozen=True):
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+def slot_bytes(states: Sequence[StateTensor]) -> int:
+    """Return the bytes of a slot with these tensors, one after the other."""
+    return sum(-(-tensor.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for tensor in states)
+
+
 class KVLayout(msgspec.Struct, frozen=True):
     """All groups, and the shape of one token's entry in one layer of a group without its own.
 
@@ -90,7 +96,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of states on one rank; 0 without states."""
-        return sum(-(-tensor.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for tensor in self.states)
+        return slot_bytes(self.states)
 
     @property
     def state_grid(self) -> int:
@@ -180,4 +186,14 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
         own_size = block_size if rest else block_size * times
         cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
         groups += [KVGroup(kind, own_size, cut, window, *own_shape) for cut in cuts]
-    return KVLayout(groups=groups, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
+    states = state_tensors(model, model.dtype)
+    return KVLayout(groups=groups, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype, states=states)
+
+
+def state_tensors(model: ModelConfig, dtype: str) -> list[StateTensor]:
+    """Return the tensors of a slot; ``dtype``: of the activations, which states have that are not always wider."""
+    measured = [] if model.transformers is None else model.transformers.states
+    return [
+        StateTensor(state.module, f"{state.kind} {state.index}", state.shape, state.dtype or dtype)
+        for state in measured
+    ]

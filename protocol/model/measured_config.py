@@ -39,6 +39,24 @@ class MeasuredLayer(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_kv_heads, max(self.key_width, self.value_width)
 
 
+class MeasuredState(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of the recurrent state of a layer.
+
+    Attributes:
+        module: path of the module that keeps it, below the model.
+        kind: conv (the last inputs of a convolution) or recurrent.
+        index: its number among those of its kind in the module's layer.
+        shape: of one request's state.
+        dtype: float32, for example, whatever the model's dtype; "": that of the activations.
+    """
+
+    module: str
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     """A model class of transformers with the settings of one checkpoint.
 
@@ -54,6 +72,8 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
             number. Linear layers of one list had the same input, so that one product can compute them.
         linears: outputs and inputs of those linear layers but the head and lists of experts, by their paths.
         outside: path of the largest weight that no such layer has, if most weights are of that kind; otherwise "".
+        states: recurrent states, in the order of the forward pass. Their layers are not among ``layers`` unless they
+            attend too.
     """
 
     class_name: str
@@ -67,6 +87,7 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     replaceable: list[list[str]] = []
     linears: dict[str, tuple[int, int]] = {}
     outside: str = ""
+    states: list[MeasuredState] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

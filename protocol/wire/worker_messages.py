@@ -149,7 +149,9 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     adapters: int = 0
     """Memory of the slots of LoRA adapters, on a GPU."""
     states: int = 0
-    """Memory of all slots of recurrent states."""
+    """Memory of all slots of recurrent states, and of those of drafts."""
+    num_slots: int = 0
+    """Slots of recurrent states, slot 0 included; 0 without states."""
 
 
 class Ready(Message, frozen=True, tag=40):

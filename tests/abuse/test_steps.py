@@ -240,7 +240,10 @@ INVALID_STEPS: dict[str, tuple[dict[str, Any], str]] = {
     "a fork of an unknown handle": ({"forks": [(4, 9)]}, "not held"),
     # reserved
     "drafts of the scheduler's": ({"draft_token_ids": ints(1)}, "does not support"),
-    "blocks to zero": ({"blocks_to_zero": [1]}, "does not support"),
+    # states, which this model does not keep
+    "slots to zero": ({"blocks_to_zero": [1]}, "keeps no such states"),
+    "slots to copy": ({"state_copies": [(1, 2)]}, "keeps no such states"),
+    "slots of new requests": ({"state_slots": ints(1)}, "keeps no such states"),
     # numbers
     "a step left out": ({"step": 4}, "step 4 after step 2"),
     "a step again": ({"step": 2}, "step 2 after step 2"),

@@ -278,22 +278,22 @@ def _changes(step: SchedulerOutput) -> bool:
     Raises:
         StepRefused: the diff uses fields that this version does not support.
     """
-    if step.draft_token_ids is not None or step.blocks_to_zero:
-        reserved = {"draft_token_ids": step.draft_token_ids is not None, "blocks_to_zero": step.blocks_to_zero}
-        used = ", ".join(name for name, is_set in reserved.items() if is_set)
-        raise StepRefused(f"step {step.step} uses {used}, which this version does not support")
+    if step.draft_token_ids is not None:
+        raise StepRefused(f"step {step.step} uses draft_token_ids, which this version does not support")
     lists = _lists(step)
-    arrays = (step.token_ids, step.block_ids, step.appended_handles, step.appended_block_ids, step.appended_groups)
+    appended = step.appended_handles, step.appended_block_ids, step.appended_groups
+    arrays = (step.token_ids, step.block_ids, step.state_slots, *appended)
     return lists or any(array is not None for array in arrays)
 
 
 def _only_appends(step: SchedulerOutput) -> bool:
-    return not _lists(step) and step.token_ids is None and step.block_ids is None
+    return not _lists(step) and step.token_ids is None and step.block_ids is None and step.state_slots is None
 
 
 def _lists(step: SchedulerOutput) -> bool:
     rows = step.removed or step.parked or step.new_requests or step.unparked
-    return bool(rows or step.counts or step.drafts or step.forks or step.chosen or step.block_copies)
+    states = step.state_copies or step.blocks_to_zero
+    return bool(rows or step.counts or step.drafts or step.forks or step.chosen or step.block_copies or states)
 
 
 def _held_row(batch: InputBatch, handle: int) -> int:

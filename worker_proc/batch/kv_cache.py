@@ -29,7 +29,7 @@ def allocate_kv_caches(
         size = torch.Size(shape).numel() * dtype.itemsize
         for place, layer in enumerate(group.layers):
             if (place, size) not in by_place:
-                by_place[place, size] = _zeros(size, device)
+                by_place[place, size] = zeroed_bytes(size, device)
             caches[layer] = by_place[place, size].view(dtype).view(shape)
     return caches
 
@@ -46,7 +46,7 @@ def kernel_block_size(block_size: int, backend: AttentionBackend) -> int:
     return found
 
 
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
+def zeroed_bytes(size: int, device: torch.device) -> torch.Tensor:
     """Return zeros, uint8 ``[size]``. On a CPU the operating system provides zero pages when they are first used.
 
     Writing zeros would take a second per gigabyte, and freeing the touched pages of a process that died as long again;

@@ -19,6 +19,7 @@ from quire.worker_proc.batch.shared_prefixes import SharedPrefixes
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.models.model import Inputs
+from quire.worker_proc.states.rows import RowStates
 
 
 class DeviceInputs(msgspec.Struct, frozen=True, eq=False):
@@ -50,6 +51,7 @@ class InputSender:
         last_sampled: torch.Tensor,
         transfer: Transfer,
         fields_of: Callable[[Ints], Mapping[str, Any]],
+        states: RowStates,
     ) -> None:
         """
         Args:
@@ -57,7 +59,7 @@ class InputSender:
             fields_of: fields of ``StepBatch`` that the requests of rows decide, for a model without groups.
         """
         self._batch, self._tables, self._groups, self._shapes = batch, tables, groups, shapes
-        self._last_sampled, self._transfer, self._fields_of = last_sampled, transfer, fields_of
+        self._last_sampled, self._transfer, self._fields_of, self._states = last_sampled, transfer, fields_of, states
         # Only full attention groups: a window may have passed the prefix.
         self._prefixes = [
             None if group.sliding_window else SharedPrefixes(tables, index) for index, group in enumerate(groups)
@@ -105,7 +107,8 @@ class InputSender:
             batches = [self._without_blocks(inputs, starts, lens)]
         index, own_rows = self._transfer(places, inputs.sampled.rows)
         samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
-        return DeviceInputs(Inputs(token_ids, positions), batches, None if samples_all else index, own_rows)
+        model_inputs = Inputs(token_ids, positions, states=self._states.of_step(inputs))
+        return DeviceInputs(model_inputs, batches, None if samples_all else index, own_rows)
 
     def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:
         return StepBatch(

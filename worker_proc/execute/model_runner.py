@@ -47,6 +47,7 @@ from quire.worker_proc.pooling.check import PoolingCheck
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
 from quire.worker_proc.sampling.sampler import SampledTokens, Sampler
 from quire.worker_proc.sampling.token_masks import TokenMasks
+from quire.worker_proc.states.rows import RowStates
 
 HANDLES_UNSENT = np.full(1, -1, np.int32)
 """Handles that equal no others, so that the next result includes them; set after a request is added or removed."""
@@ -67,10 +68,12 @@ class ModelRunner:
         backend: AttentionBackend,
         device: torch.device,
         draft: DraftModel | None = None,
+        num_slots: int = 0,
     ) -> None:
         """
         Args:
             layout: this rank's KV layout.
+            num_slots: size of the pool of recurrent states, slot 0 included; 0 for a model without them.
             draft: the draft model, if the proposer uses one.
         """
         self._device, self.kv_layout, self.num_blocks = device, layout, num_blocks
@@ -91,7 +94,8 @@ class ModelRunner:
         self.batch.register(self.tables)
         sites, row_adapters = model.build.additions, RowAdapters(self.batch)
         self.adapters = SlotMemory(sites, self._transfer, row_adapters) if isinstance(sites, AdapterSites) else None
-        checks = PoolingCheck(self.batch, config.model), row_adapters
+        self.states = RowStates(config, layout, num_slots, self.batch, self._transfer, device)
+        checks = PoolingCheck(self.batch, config.model), row_adapters, self.states
         self._diffs = DiffCheck(self.batch, self.tables, config, checks)
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
@@ -124,9 +128,10 @@ class ModelRunner:
             self.last_sampled,
             self._transfer,
             self._extras.batch_fields,
+            self.states,
         )
         self.steady = None
-        if not backend.needs_host_lengths and config.model.generates:
+        if not backend.needs_host_lengths and config.model.generates and not layout.states:
             self.steady = SteadyLauncher.make(
                 config, self.forward, self.batch, self.last_sampled, self._transfer, self._copies
             )
@@ -335,6 +340,7 @@ class ModelRunner:
         self.tables.commit()
         # Before the forward pass: the source may be written by its owner in this very step.
         self._block_copies.run(step.block_copies)
+        self.states.apply(step, rows)
         # Last, with all moves of the step: plugins see one update, in the form that the interface of logits processors
         # asks for.
         self.sampler.update_state(batch.builder.get_and_reset(batch.num_rows))
@@ -374,6 +380,7 @@ class ModelRunner:
         rows = positions.rows[positions.offsets == 0]
         batch.num_computed[rows] -= accepted.drafts - (accepted.counts - 1)
         batch.num_known[rows] += accepted.counts
+        self.states.accept(rows, accepted.counts.astype(np.int64))
         own = np.split(tokens[accepted.kept], np.cumsum(accepted.counts)[:-1])
         for row, new in zip(rows.tolist(), own, strict=True):
             self.history.extend(row, new.tolist())
@@ -398,6 +405,7 @@ class ModelRunner:
         """Raise AssertionError unless rows and tables are consistent and every computed position has a block."""
         self.batch.check()
         self.tables.check()
+        self.states.check()
         for table in self.tables.tables:
             held = table.num_blocks_per_row[: self.batch.num_rows] * table.block_size
             assert (held >= self.batch.num_computed[: self.batch.num_rows]).all(), "a computed position has no block"

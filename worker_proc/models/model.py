@@ -17,6 +17,7 @@ from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
+from quire.worker_proc.states.calls import NO_STATES, StateStep
 
 
 class Inputs(msgspec.Struct, frozen=True, eq=False):
@@ -28,12 +29,14 @@ class Inputs(msgspec.Struct, frozen=True, eq=False):
             first residual stream in place of those of their ids, which must still be in the vocabulary. A family's
             embedding multiplier is not applied to them.
         auxiliary_layers: layers whose inputs are returned too.
+        states: the recurrent states of its rows.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     given_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     auxiliary_layers: tuple[int, ...] = ()
+    states: StateStep = NO_STATES
 
     @property
     def is_plain(self) -> bool:
@@ -104,6 +107,10 @@ class Model(Module):
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute a classification: ``[rows, hidden_size]`` → float32 logits ``[rows, num_labels]``."""
         raise NotImplementedError("the model has no head for labels")
+
+    def new_states(self, num_tokens: int, *, one_row: bool) -> StateStep:
+        """Return states of a step of its own, in new memory: of one row, or of rows of one token each."""
+        return NO_STATES
 
     def pack_as_read(self) -> None:
         """Pack weights as they are loaded, where possible; call it before, and ``prepack`` afterwards."""

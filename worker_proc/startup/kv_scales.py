@@ -157,7 +157,8 @@ def _largest(model: Model, owners: list[int], length: int) -> torch.Tensor:
     largest = torch.zeros(len(owners), 2, device=build.device)
     rows = np.random.default_rng(0).integers(config.vocab_size, size=(CALIBRATION_ROWS, length))
     for tokens in torch.from_numpy(rows).to(build.device):
-        model(Inputs(tokens, positions), [caches[source] for source in sources], windows, _WholeRow())
+        given = Inputs(tokens, positions, states=model.new_states(length, one_row=True))
+        model(given, [caches[source] for source in sources], windows, _WholeRow())
         found = torch.stack([caches[layer].float().abs().amax((1, 2, 3)) for layer in owners])
         largest = torch.maximum(largest, found)
     return largest

@@ -56,11 +56,11 @@ def measured_plan(
     runner = make(num_blocks)
     _run(runner, prompts, layout)
     runner.warm_up(largest_only=True)
-    used = before - _free(device) - num_blocks * block_bytes
+    used = before - _free(device) - num_blocks * block_bytes - plan.states
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    usable = int(plan.total * config.gpu_memory_utilization) - (plan.total - before) - used
+    usable = int(plan.total * config.gpu_memory_utilization) - (plan.total - before) - used - plan.states
     fitting = usable // block_bytes
     wanted = config.kv_cache_memory_bytes // block_bytes or (usable - int(MARGIN * plan.total)) // block_bytes
     if config.num_blocks_override:
@@ -118,11 +118,14 @@ def _run(runner: ModelRunner, prompts: Sequence[int], layout: KVLayout) -> None:
         )
         for row, length in enumerate(prompts)
     ]
+    slots = np.arange(1, len(prompts) + 1, dtype=np.int32)
     first = SchedulerOutput(
         1,
         new_requests=new,
         token_ids=np.zeros(sum(prompts), np.int32),
         block_ids=np.concatenate(blocks),
+        state_slots=slots if layout.states else None,
+        blocks_to_zero=slots.tolist() if layout.states else [],
         counts=[(row, length) for row, length in enumerate(prompts) if length != 1],
     )
     for step in (first, SchedulerOutput(2)) if pooling is None else (first,):

@@ -29,12 +29,13 @@ def plan_memory(
     *,
     rank: int = 0,
 ) -> MemoryPlan:
-    """Plan memory and choose the number of KV blocks.
+    """Plan memory and choose the numbers of KV blocks and of slots of recurrent states.
 
     Unless a flag sets the number or ``kv_cache_memory_bytes``, the pool gets on a GPU the memory that
     ``gpu_memory_utilization`` leaves after weights and activations, and on a CPU half of what is left, without
     ``cpu_offload_bytes``, but not more than twice the need of all requests at the maximum length. The ranks on a
-    machine's CPU divide its memory, and by default all engines on it do.
+    machine's CPU divide its memory, and by default all engines on it do. For models with recurrent states, slots are a
+    part of the pool (``_state_slots``).
 
     Args:
         weight_bytes: bytes of all weights, including a draft model's.
@@ -57,20 +58,30 @@ def plan_memory(
     # One more than a step may use, to which an adapter is loaded while the others are in use.
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
-    block_bytes = layout.block_bytes + other_block_bytes
+    block_bytes, slot_bytes = layout.block_bytes + other_block_bytes, layout.slot_bytes
+    # Slot 0, which no request has, and those of drafts are there however many others there are.
+    drafts = config.max_num_seqs * config.num_speculative_tokens
+    fixed_states = slot_bytes * (1 + drafts)
+    num_slots = 0
     if not layout.groups:
         num_blocks = 2  # the null block and an unused one
     elif config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
+        num_slots = _state_slots(
+            config, layout, num_blocks * block_bytes, left - num_blocks * block_bytes - fixed_states
+        )
     else:
         others = usable - usable // config.sharing(rank)[1]  # other engines start at the same time
         default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left - others, block_bytes)
-        num_blocks = (config.kv_cache_memory_bytes or max(default, 0)) // block_bytes
-    kv_cache = num_blocks * block_bytes
-    if num_blocks < 2 or kv_cache > left:
+        pool = (config.kv_cache_memory_bytes or max(default, 0)) - fixed_states
+        num_slots = _state_slots(config, layout, pool // 2, pool - 2 * block_bytes)
+        num_blocks = (pool - num_slots * slot_bytes) // block_bytes
+    kv_cache, states = num_blocks * block_bytes, fixed_states + num_slots * slot_bytes
+    if num_blocks < 2 or (slot_bytes and not num_slots) or kv_cache + states > left:
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
-            f"{_of_adapters(adapters)}KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; "
+            f"{_of_adapters(adapters)}{_of_states(max(states, fixed_states + slot_bytes))}"
+            f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; "
             f"{max(usable, 0) // _MIB} MiB are usable: "
             f"lower --max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise "
             f"--gpu-memory-utilization"
@@ -84,18 +95,43 @@ def plan_memory(
         num_blocks=num_blocks,
         block_size=config.block_size,
         adapters=adapters,
+        states=states,
+        num_slots=num_slots + 1 if slot_bytes else 0,
     )
+
+
+def _state_slots(config: EngineConfig, layout: KVLayout, wanted_bytes: int, most_bytes: int) -> int:
+    """Return the number of slots of recurrent states without slot 0: that of the flag, or one chosen from memory.
+
+    States get as many bytes as blocks, but at least two slots for each request of a step: one that it computes in, and
+    one for the prefix cache. More than one for each part of the blocks in which the prefix cache may keep one are never
+    used.
+
+    Args:
+        wanted_bytes: of the states, for equal shares.
+        most_bytes: that can be left to them.
+    """
+    if not layout.states or config.state_slots:
+        return config.state_slots if layout.states else 0
+    blocks = wanted_bytes // layout.block_bytes
+    kept = blocks * layout.block_size // layout.state_grid
+    chosen = max(2 * config.max_num_seqs, min(wanted_bytes // layout.slot_bytes, config.max_num_seqs + kept))
+    return max(0, min(chosen, most_bytes // layout.slot_bytes))
 
 
 def _of_adapters(num_bytes: int) -> str:
     return f"LoRA adapters {num_bytes // _MIB} MiB (lower --max-loras or --max-lora-rank), " if num_bytes else ""
 
 
+def _of_states(num_bytes: int) -> str:
+    return f"recurrent states {num_bytes // _MIB} MiB (lower --state-slots or --max-num-seqs), " if num_bytes else ""
+
+
 def _cpu_pool_bytes(config: EngineConfig, layout: KVLayout, left: int, block_bytes: int) -> int:
     """Return the default size of the pool on a CPU. ``left``: bytes that this rank has for it."""
     left -= config.cpu_offload_bytes // config.tensor_parallel_size
     blocks = sum(-(-config.max_model_len // group.block_size) for group in layout.groups)
-    needed = 2 * config.max_num_seqs * blocks * block_bytes
+    needed = 2 * config.max_num_seqs * (blocks * block_bytes + 2 * layout.slot_bytes)
     return min(left, max(CPU_LEAST, min(int(left * CPU_SHARE), needed)))
 
 
@@ -111,6 +147,8 @@ def log_plan(plan: MemoryPlan, max_model_len: int) -> None:
         num_blocks=num_blocks,
         block_size=plan.block_size,
     )
+    if plan.num_slots:
+        log.info("recurrent states, beside the KV cache", slots=plan.num_slots - 1, mib=plan.states / _MIB)
     tokens = num_blocks * plan.block_size
     if plan.kv_cache and tokens < max_model_len:
         log.warning(

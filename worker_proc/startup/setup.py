@@ -14,7 +14,7 @@ from quire.kernels.common.triton_runtime import drop_unused_launch_hooks
 from quire.kernels.cpu.native.library import Native, find_native, load_native
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import KVLayout, state_tensors
 from quire.protocol.model.model_config import ModelConfig, is_native
 from quire.protocol.process.host_limits import cpu_model, usable_cores
 from quire.protocol.process.log import event_logger
@@ -115,7 +115,7 @@ def make_runner(
     if draft_plan is not None and draft_backend is not None:
         draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
     loaded = time.monotonic()
-    make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device)
+    make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device, num_slots=plan.num_slots)
     if device.type == "cuda" and draft is None and layout.groups:
         plan = measured_plan(plan, config, layout, device, make, expert_bytes)
     _log_parts(config, plan, adapter_bytes, expert_bytes)
@@ -124,7 +124,7 @@ def make_runner(
     runner.warm_up()
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     plan = msgspec.structs.replace(plan, device=device_name(device))
-    return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings)
+    return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings, num_slots=plan.num_slots)
 
 
 def make_side_work(
@@ -165,15 +165,20 @@ def _routes(config: EngineConfig) -> Routes | None:
 
 
 def _own_layout(config: EngineConfig, layout: KVLayout, model: Model, dtype: torch.dtype) -> KVLayout:
-    """Return this rank's KV layout: its share of the heads, in the weights' dtype unless a flag sets another one."""
+    """Return this rank's KV layout: its share of the heads, in the weights' dtype unless a flag sets another one.
+
+    States have the dtype of the activations, unless they are always wider.
+    """
     if config.model.encoder is not None:
         return layout
+    states = state_tensors(config.model, _name(model.build.activation_dtype))
     follows = config.kv_cache_dtype == config.dtype
     groups = [
         msgspec.structs.replace(group, num_kv_heads=model.attention_shape(group.layers[0]).num_kv_heads)
         for group in layout.groups
     ]
-    return msgspec.structs.replace(layout, groups=groups, dtype=_name(dtype) if follows else config.kv_cache_dtype)
+    own_dtype = _name(dtype) if follows else config.kv_cache_dtype
+    return msgspec.structs.replace(layout, groups=groups, dtype=own_dtype, states=states)
 
 
 def pick_device(config: EngineConfig, rank: int) -> torch.device:

@@ -6,6 +6,7 @@ helper process (``protocol/process/helper.py``) with limits of time and memory, 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from quire.worker_proc.models.transformers.build import (
     settings_of,
 )
 from quire.worker_proc.models.transformers.head import Head
+from quire.worker_proc.models.transformers.measure_states import Arguments, Watched, measured_states
 from quire.worker_proc.models.transformers.watch import pattern_of, replaceable, watch
 
 MEASURED = "quire_measured"
@@ -54,9 +56,9 @@ def measure(settings: str) -> MeasuredConfig:
 
     config = read_settings(settings)
     text, named = config.get_text_config(), config.architectures
-    _check_states(text)  # first, because classes with such layers may fail in other ways
-    model, calls, hidden, logits = _run(config)
-    layers_to_replace = replaceable(model)  # before the weights are looked at here
+    kept = _Kept.of(text)  # first, because classes with layers of other kinds may fail in other ways
+    model, calls, stateful, hidden, logits = _run(config)
+    layers_to_replace = replaceable(model)  # before the weights are looked at here, and modules called again
     products = _products(model, layers_to_replace)
     if named and type(model).__name__ != named[0]:
         raise Unservable(f"is a {printable(named[0])}, and only its {type(model).__name__} can be served")
@@ -72,9 +74,10 @@ def measure(settings: str) -> MeasuredConfig:
         read, own = layers[source], layers[index]
         if (read.kv_shape, read.window) != (own.kv_shape, own.window):
             raise Unservable(f"reads keys of {read.module} in {own.module} with another shape or window")
-    _check_cache(text, layers, positions)
-    if len(calls) != text.num_hidden_layers:
-        raise Unservable(f"has {text.num_hidden_layers} layers and {len(calls)} calls of attention")
+    _check_windows(kept.windows, layers, positions)
+    if len(calls) != kept.num_attending:
+        raise Unservable(f"has {kept.num_attending} layers and {len(calls)} calls of attention")
+    states = measured_states(model, stateful, {layer.module for layer in layers}, kept.states) if kept.states else []
     embedding = model.get_input_embeddings()
     if embedding.weight.shape[0] < logits.shape[1]:
         raise Unservable(f"has {logits.shape[1]} logits, and embeddings of {embedding.weight.shape[0]} tokens only")
@@ -92,6 +95,7 @@ def measure(settings: str) -> MeasuredConfig:
         replaceable=layers_to_replace,
         linears={path: (part.out_features, part.in_features) for path, part in products.items() if _in_layer(path)},
         outside=_outside(model, products),
+        states=states,
     )
 
 
@@ -117,8 +121,11 @@ def _outside(model: Any, products: dict[str, torch.nn.Linear]) -> str:
     return "" if few else max(others, key=lambda path: others[path])
 
 
-def _run(config: Any) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
-    """Return the model, its attention calls, its hidden states and their logits.
+_Run = tuple[Any, list[Call], dict[str, Arguments], torch.Tensor, torch.Tensor]
+
+
+def _run(config: Any) -> _Run:
+    """Return the model, its attention calls, those of modules that take a cache, its hidden states and their logits.
 
     On ``meta``, which needs no memory, in the only dtype in which torch's product of all experts runs there. Code that
     reads values, such as a loop over chosen experts, does not, and then the model is run on the CPU, with weights
@@ -148,7 +155,7 @@ def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], d
 
 
 @torch.no_grad()  # not inference mode, in which tensors have no versions
-def _run_on(model: Any, device: str) -> tuple[Any, list[Call], torch.Tensor, torch.Tensor]:
+def _run_on(model: Any, device: str) -> _Run:
     calls: list[Call] = []  # with their tensors, by which shared keys are recognised
 
     def record(call: Call) -> torch.Tensor:
@@ -158,18 +165,21 @@ def _run_on(model: Any, device: str) -> tuple[Any, list[Call], torch.Tensor, tor
     for module in model.modules():
         connect(module, record)
     watch(model)
+    watched = Watched(model)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(TOKENS, device=device)[None]
-    # A mask of ones keeps transformers from looking for packed sequences in the positions' values.
-    base, mask = base_of(model), torch.ones_like(tokens)
+    # A mask of ones keeps transformers from looking for packed sequences in the positions' values. Its own values are
+    # read where layers have states, so it is never on ``meta``.
+    base, mask = base_of(model), torch.ones(1, TOKENS, dtype=torch.int64)
     hidden = base(input_ids=tokens, position_ids=positions, attention_mask=mask, **settings_of(base))[0]
+    watched.end()
     if not calls:
         raise Unservable("does not call attention")
     head = Head(model)
     logits = head(hidden[0])
     if head.calls != 1 or logits.shape[0] != TOKENS:
         raise Unservable("has a head that does not take the hidden states of its base model")
-    return model, calls, hidden[0], logits
+    return model, calls, watched.calls, hidden[0], logits
 
 
 def _layer(call: Call, path: str, source: int, positions: int) -> MeasuredLayer:
@@ -230,24 +240,53 @@ def _window(call: Call, path: str, positions: int) -> int:
     return 0 if widest == last + 1 else widest
 
 
-def _check_states(text: Any) -> None:
-    """Refuse layers for which transformers' own cache keeps something else than keys and values."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What transformers' own cache keeps.
 
-    kinds = list(getattr(text, "layer_types", None) or [])
-    for index, cache in enumerate(DynamicCache(config=text).layers):
-        if type(cache) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
-            kind = kinds[index] if index < len(kinds) else type(cache).__name__
-            raise Unservable(f"has layers of kind {kind}, whose state Quire does not keep")
+    Attributes:
+        num_attending: number of layers that attend.
+        windows: tokens that it keeps for each of them; 0: all.
+        states: number, kind and number of states of each layer with a recurrent state.
+    """
+
+    num_attending: int
+    windows: list[int]
+    states: list[tuple[int, str, int]]
+
+    @classmethod
+    def of(cls, text: Any) -> "_Kept":
+        """Raise Unservable for layers for which it keeps something else than keys, values and such states."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import (
+            DummyLayer,
+            DynamicLayer,
+            DynamicSlidingWindowLayer,
+            LinearAttentionAndFullAttentionLayer,
+            LinearAttentionAndSlidingWindowAttentionLayer,
+            LinearAttentionLayer,
+        )
+
+        attending = DynamicLayer, DynamicSlidingWindowLayer
+        both = LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer
+        kinds = list(getattr(text, "layer_types", None) or [])
+        layers = DynamicCache(config=text).layers
+        states = []
+        for index, layer in enumerate(layers):
+            kind = kinds[index] if index < len(kinds) else type(layer).__name__
+            if isinstance(layer, LinearAttentionLayer) and type(layer) in (LinearAttentionLayer, *both):
+                states.append((index, kind, layer.number_of_states))
+            elif type(layer) not in (*attending, DummyLayer):
+                raise Unservable(f"has layers of kind {kind}, whose state Quire does not keep")
+        own = [layer for layer in layers if type(layer) in (*attending, *both)]
+        # Without states a layer that keeps nothing reads another one's keys; with them it may have no attention.
+        attend = own if states else layers
+        return cls(len(attend), [getattr(layer, "sliding_window", None) or 0 for layer in attend], states)
 
 
-def _check_cache(text: Any, layers: list[MeasuredLayer], positions: int) -> None:
+def _check_windows(windows: list[int], layers: list[MeasuredLayer], positions: int) -> None:
     """Refuse layers for which transformers' own cache does not keep all keys and values in the window."""
-    from transformers import DynamicCache
-
-    for cache, layer in zip(DynamicCache(config=text).layers, layers, strict=False):
-        kept = getattr(cache, "sliding_window", 0)
+    for kept, layer in zip(windows, layers, strict=False):
         if kept < positions and kept not in (0, layer.window):
             seen = layer.window or "all"
             raise Unservable(f"keeps {kept} tokens for {layer.module} in transformers' cache, whose mask shows {seen}")

@@ -10,6 +10,7 @@ import torch
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.checkpoint import StoredTensor
+from quire.protocol.model.kv_layout import state_tensors
 from quire.version import install_command
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
 from quire.worker_proc.models.checkpoint_names import Sources
@@ -28,8 +29,11 @@ from quire.worker_proc.models.transformers.head import Head
 from quire.worker_proc.models.transformers.linears import Products
 from quire.worker_proc.models.transformers.load import tensor_sources
 from quire.worker_proc.models.transformers.norms import use_norms
+from quire.worker_proc.models.transformers.states import connect_states
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
+from quire.worker_proc.states.calls import NO_STATES, StateCall, StateStep
+from quire.worker_proc.states.pool import StatePool
 
 _TRIED_TOKENS = 4
 
@@ -46,7 +50,7 @@ class _NoAttention:
 class TransformersModel(Model):
     """A causal language model of transformers, whose attention is Quire's.
 
-    All rows of a step are one sequence for transformers, and only attention and positions know the rows.
+    All rows of a step are one sequence for transformers, and only attention, positions and states know the rows.
 
     Raises:
         ConfigError: this process has another version of transformers than was measured.
@@ -71,6 +75,7 @@ class TransformersModel(Model):
         use_norms(self.module, build.ops, build.activation_dtype)
         self.attention = connect_layers(self.module, measured, build.activation_dtype)
         self._current = self.attention[0].current
+        self._states = connect_states(self.module, measured.states)
         self._head = Head(self.module)
         self._base = base_of(self.module)
         self._settings = settings_of(self._base)
@@ -78,15 +83,16 @@ class TransformersModel(Model):
     def __call__(
         self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
     ) -> Outputs:
-        """As ``Model.__call__``, writing keys and values."""
+        """As ``Model.__call__``, writing keys, values and states."""
         assert inputs.is_plain, "a model of transformers takes tokens alone, and returns hidden states alone"
         self._current.step = Step(kv_caches, plans, backend)
+        self._states.step = inputs.states
         try:
             rows = {"input_ids": inputs.token_ids[None], "position_ids": inputs.positions[None]}
             hidden: torch.Tensor = self._base(**rows, **self._settings)[0]
             return Outputs(hidden[0])
         finally:
-            self._current.step = None
+            self._current.step, self._states.step = None, NO_STATES
             self.products.end_step()
 
     def attention_shape(self, layer: int) -> AttentionShape:
@@ -100,14 +106,14 @@ class TransformersModel(Model):
         return scores
 
     def check_loaded(self) -> None:
-        """As ``Model.check_loaded``: without attention, a token must not depend on the one before it."""
+        """As ``Model.check_loaded``: without attention, no token of four rows must depend on the one before it."""
         layers = len(self.attention)
         positions = torch.arange(_TRIED_TOKENS, device=self.build.device)
         found = []
         for first in (0, 1):
             tokens = torch.zeros_like(positions)
             tokens[0] = first
-            given = Inputs(tokens, positions)
+            given = Inputs(tokens, positions, states=self.new_states(_TRIED_TOKENS, one_row=False))
             found.append(self(given, [positions] * layers, [None] * layers, _NoAttention()).hidden[1:].float())
         rounding = torch.finfo(self.build.activation_dtype).eps ** 0.5
         if (found[0] - found[1]).abs().max() > rounding * found[0].abs().max():
@@ -115,6 +121,14 @@ class TransformersModel(Model):
                 f"{self.measured.class_name} of transformers mixes tokens outside of attention, as a convolution does, "
                 f"and would mix requests: the model cannot be served"
             )
+
+    def new_states(self, num_tokens: int, *, one_row: bool) -> StateStep:
+        if not self.measured.states:
+            return NO_STATES
+        layout = state_tensors(self.config, str(self.build.activation_dtype).removeprefix("torch."))
+        tokens, places = slice(0, num_tokens), slice(0, 1 if one_row else num_tokens)
+        pool = StatePool(layout, places.stop, torch.device(self.build.device))
+        return StateStep([StateCall(tokens, places, places, is_segment=one_row)], pool.tensors)
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         for layer in self.attention:
