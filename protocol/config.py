@@ -69,7 +69,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         max_num_batched_tokens: maximum number of tokens in one step.
         num_blocks_override: number of KV blocks, without the null block; 0 uses as many as fit into memory.
         kv_cache_memory_bytes: size of the KV pool; 0 uses the device's default.
-        state_slots: number of slots of recurrent states, without slot 0; 0 chooses it from the memory.
         priority_range: lowest and highest priority of a request, or None for any.
         num_tenants: number of API keys; below 2, cached blocks are not counted per tenant.
         num_speculative_tokens: maximum number of drafts of one request in one step; 0 without a proposer.
@@ -123,7 +122,6 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     feeds_router: bool = False
     ranks: list[RankPlace] = msgspec.field(default_factory=list)
     head_key_file: str = ""
-    state_slots: int = 0
 
     @property
     def pipeline_depth(self) -> int:

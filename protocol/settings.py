@@ -22,6 +22,8 @@ NODES = "--nodes: scheduler and workers must be on one machine for it"
 ENCODERS = "an encoder, which has no KV cache and no adapters"
 VECTORS_ONLY = "a model that makes vectors only: it needs one that generates text"
 ROUTED_EXPERTS = "--enable-return-routed-experts: KV blocks that leave the pool would lose their experts"
+STATES = "a model with recurrent states, which stay on the device and belong to whole rows"
+STATELESS = "a model without recurrent states: it has no slots"
 """With what some settings cannot be used, and why."""
 ONLY_CACHED = "enable_prefix_caching: only cached blocks are kept"
 
@@ -122,6 +124,17 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             range=(1, MAX_BLOCK_SIZE),
         ),
     ] = 16
+    state_slots: Annotated[
+        int,
+        Setting(
+            MEMORY,
+            "slots of recurrent states, for models with such layers: one for each running request, and more for the "
+            "[prefix cache](models.md#recurrent-states); 0: at least 2 per request of a step, and as many bytes as "
+            "blocks",
+            range=(0, 2**31 - 2),
+            not_with=(STATELESS,),
+        ),
+    ] = 0
     gpu_memory_utilization: Annotated[
         float, Setting(MEMORY, "fraction of GPU memory to use", range=(0.01, 1.0), metavar="FRACTION")
     ] = 0.9
@@ -135,7 +148,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             range=(0, 2**50),
             unit="bytes",
             needs=ONLY_CACHED,
-            not_with=(ENCODERS, NODES, ROUTED_EXPERTS),
+            not_with=(ENCODERS, NODES, ROUTED_EXPERTS, STATES),
         ),
     ] = 0
     ssd_cache_dir: Annotated[
@@ -157,7 +170,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             range=(0, 2**50),
             unit="bytes",
             needs=ONLY_CACHED,
-            not_with=(ENCODERS, NODES, ROUTED_EXPERTS),
+            not_with=(ENCODERS, NODES, ROUTED_EXPERTS, STATES),
         ),
     ] = 0
     kv_page_check: Annotated[
@@ -193,7 +206,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             ADAPTERS,
             "serve LoRA adapters beside the model; requests name them as their model: [adapters](adapters.md). "
             "`--lora-modules` and `--lora-dir` turn it on",
-            not_with=(ENCODERS,),
+            not_with=(ENCODERS, STATES),
         ),
     ] = False
     max_loras: Annotated[

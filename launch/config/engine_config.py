@@ -27,7 +27,7 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.model.pooling_files import with_pooling
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.process.cache_folder import cache_path
-from quire.protocol.settings import ROUTED_EXPERTS, EngineSettings
+from quire.protocol.settings import ROUTED_EXPERTS, STATELESS, STATES, EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints, check_format
 from quire.version import __version__
 
@@ -86,7 +86,6 @@ def make_engine_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         num_blocks_override=options.num_gpu_blocks_override or 0,
-        state_slots=options.state_slots or 0,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes or 0,
         priority_range=parse_priority_range(options.priority_range),
         num_speculative_tokens=num_drafts,
@@ -200,6 +199,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
             f"--kv-pressure-low must be at most --kv-pressure-high (got {low} and {high}): set both, from 0.01 to 1.0"
         )
     check_implementation(options, model)
+    check_fit(options, STATES if model.has_states else STATELESS)
     _check_ranks(model, options.tensor_parallel_size)
     curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())
     endpoints = options.kv_events_endpoint, options.kv_events_replay_endpoint

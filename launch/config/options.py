@@ -117,16 +117,6 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             MEMORY, "number of KV blocks, not counting the null block", range=(1, 2**31 - 2), default="as many as fit"
         ),
     ] = None
-    state_slots: Annotated[
-        int | None,
-        Setting(
-            MEMORY,
-            "number of slots of recurrent states, for models with such layers: one for each running request, and more "
-            "for the [prefix cache](models.md#recurrent-states)",
-            range=(1, 2**31 - 2),
-            default="at least 2 per request of a step, and as many bytes as blocks",
-        ),
-    ] = None
     kv_cache_memory_bytes: Annotated[
         int | None,
         Setting(

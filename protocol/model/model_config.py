@@ -151,6 +151,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """What computes the model, for people: ``native``, or ``transformers`` with its version."""
         return "native" if self.transformers is None else f"transformers {self.transformers.version}"
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layers keep recurrent states."""
+        return self.transformers is not None and bool(self.transformers.states)
+
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
 

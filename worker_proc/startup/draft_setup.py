@@ -67,7 +67,7 @@ def plan_draft(config: EngineConfig, build: Build, cache_dtype: str) -> DraftPla
             f"the draft model {_name(speculative.model_path)} has layers with different KV heads or head dimensions, "
             f"which a draft model must not have: choose another one"
         )
-    if model.transformers is not None and model.transformers.states:
+    if model.has_states:
         raise ConfigError(
             f"the draft model {_name(speculative.model_path)} has layers with recurrent states, which a draft model "
             f"must not have: choose another one"

@@ -74,7 +74,7 @@ class InProcessEngine:
         layout = kv_layout(model, self.config.block_size, self.config.kv_cache_dtype)
         self.runner, ready = make_runner(self.config, layout, progress=False)
         layout = layout.with_block_size(ready.plan.block_size)
-        self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks))
+        self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks), num_slots=ready.num_slots)
         self.grammars = GrammarManager(self.config, time.monotonic)
         self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
         self.answers: dict[str, Answer] = {}
