@@ -19,12 +19,22 @@ same constants, so that a query runs the same compiled code in every batch."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's heads and the dtype of its queries; a plan is made per shape."""
+    """One layer's heads and the dtype of its queries; a plan is made per shape.
+
+    Attributes:
+        value_dim: values are the last ``value_dim`` numbers of the keys; 0: separate, and as wide as keys.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    value_dim: int = 0
+
+    @property
+    def out_dim(self) -> int:
+        """Dimensions of a value, and of a query's result."""
+        return self.value_dim or self.head_dim
 
     @property
     def group(self) -> int:

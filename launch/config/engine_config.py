@@ -247,8 +247,13 @@ def _check_experts(options: EngineOptions, model: ModelConfig) -> None:
 
 def _kv_cache_dtype(options: EngineOptions, model: ModelConfig, dtype: str) -> str:
     """Resolve ``auto``: fp8 for a checkpoint that is meant for it, as in vLLM, or the dtype of the weights."""
-    default = KV_CACHE_DTYPES["fp8"] if model.fp8_kv_cache else dtype
+    default = KV_CACHE_DTYPES["fp8"] if model.fp8_kv_cache and model.latent is None else dtype
     resolved = KV_CACHE_DTYPES.get(options.kv_cache_dtype, default)
+    if model.latent is not None and resolved.startswith("float8"):
+        raise ConfigError(
+            f"--kv-cache-dtype {options.kv_cache_dtype} is not supported by Quire's own code for {model.architecture}, "
+            f"whose cache has latents: use auto, bfloat16 or float32, or set --model-impl transformers"
+        )
     if options.calculate_kv_scales and not resolved.startswith("float8"):
         raise ConfigError(f"--calculate-kv-scales needs an fp8 KV cache (got {resolved}): add --kv-cache-dtype fp8")
     return resolved

@@ -44,7 +44,12 @@ def read_model(folder: Path, wanted: Implementation = "auto") -> ModelConfig:
 
 
 def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
-    """Raise ConfigError for a setting that models of transformers do not have."""
+    """Raise ConfigError for a setting that models of transformers, or those with latents, do not have."""
+    if model.latent is not None and settings.enable_lora:
+        raise ConfigError(
+            f"--enable-lora is not supported by Quire's own code for {model.architecture}, whose attention is over "
+            f"latents: omit the flag, or set {FLAG} transformers"
+        )
     if model.transformers is None:
         return
     _check_format(model)

@@ -33,6 +33,9 @@ class Family:
         scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
         experts: the feed-forward layers are mixtures of experts.
         nested: the decoder's settings are in ``text_config``.
+        gate: how experts are chosen if they may be in groups, or have a dense layer beside them: by softmaxes, or by
+            sigmoids with a bias; "": they may not.
+        latent: attention is over latents.
         rope_in_windows: if layers have sliding windows, those without one have no rotary embedding.
     """
 
@@ -44,6 +47,8 @@ class Family:
     o_bias: bool | None = None
     scaled_embedding: bool = False
     experts: bool = False
+    gate: Literal["", "softmax", "sigmoid"] = ""
+    latent: bool = False
     nested: bool = False
     rope_in_windows: bool = False
 
@@ -58,6 +63,10 @@ def _when_asked(config: Fields, layer: int) -> bool:
 
 def _last_layers(config: Fields, layer: int) -> bool:
     return config.flag("use_sliding_window") and layer >= config.size("max_window_layers", low=0)
+
+
+def _from_window_layer(config: Fields, layer: int) -> bool:
+    return layer >= config.size("max_window_layers", low=0)
 
 
 def _without_rope(config: Fields, layer: int) -> bool:
@@ -111,6 +120,15 @@ _GEMMA2 = Family(
     scaled_embedding=True,
 )
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
+_ROUTED = {"num_experts": "n_routed_experts"}
+_DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_interleave": True,
+}
 _GLM4_NORMS = ["input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"]
 _CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
 
@@ -243,6 +261,101 @@ FAMILIES: dict[str, Family] = {
     ),
     "GraniteMoeForCausalLM": Family(
         defaults={"attention_multiplier": 1.0, "num_local_experts": 8, "num_experts_per_tok": 2}, experts=True
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        defaults=_DEEPSEEK
+        | {
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "norm_topk_prob": False,
+        },
+        fields=_ROUTED,
+        experts=True,
+        gate="softmax",
+        latent=True,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        defaults=_DEEPSEEK
+        | {
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "max_position_embeddings": 4096,
+            "num_nextn_predict_layers": 1,
+        },
+        fields=_ROUTED,
+        experts=True,
+        gate="sigmoid",
+        latent=True,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(
+        defaults=_DEEPSEEK
+        | {
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+            "max_position_embeddings": 202752,
+            "num_nextn_predict_layers": 1,
+        },
+        fields=_ROUTED,
+        experts=True,
+        gate="sigmoid",
+        latent=True,
+    ),
+    "MiniCPM3ForCausalLM": Family(
+        defaults={
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "rms_norm_eps": 1e-5,
+            "scale_emb": 12.0,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+        },
+        fields={"embedding_multiplier": "scale_emb"},
+        latent=True,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 131072,
+            "num_nextn_predict_layers": 1,
+        },
+        fields=_ROUTED,
+        o_bias=False,
+        experts=True,
+        gate="sigmoid",
+    ),
+    "Dots1ForCausalLM": Family(
+        defaults={"norm_topk_prob": False, "sliding_window": 4096, "max_window_layers": 62},
+        slides=_from_window_layer,
+        model_settings={"qk_norm": "head"},
+        fields=_ROUTED,
+        experts=True,
+        gate="sigmoid",
     ),
 }
 

@@ -28,7 +28,8 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table because they keep the same positions.
 
     Attributes:
-        kind: full_attention or sliding_window.
+        kind: full_attention, sliding_window, or latent_attention: full attention over one vector per token, which is
+            the key of all heads, and whose last dimensions are their value.
         block_size: tokens in a block.
         layers: indices of the model's layers in this group.
         window: tokens that a token attends to, itself included (sliding_window); 0: all.
@@ -46,6 +47,16 @@ class KVGroup(msgspec.Struct, frozen=True):
     def sliding_window(self) -> int:
         """Tokens that a token attends to, itself included; 0: all."""
         return self.window if self.kind == "sliding_window" else 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a token attends to all tokens before it, so that a request keeps all its blocks."""
+        return self.kind in ("full_attention", "latent_attention")
+
+    @property
+    def parts(self) -> int:
+        """Vectors of a token's entry per head: a key and a value, or a latent."""
+        return 1 if self.kind == "latent_attention" else 2
 
 
 class StateTensor(msgspec.Struct, frozen=True):
@@ -113,9 +124,9 @@ class KVLayout(msgspec.Struct, frozen=True):
         return group.num_kv_heads or self.num_kv_heads, group.head_dim or self.head_dim
 
     def token_bytes(self, group: KVGroup) -> int:
-        """Return the bytes of one token in one layer: keys and values."""
+        """Return the bytes of one token in one layer."""
         num_kv_heads, head_dim = self.kv_shape(group)
-        return 2 * num_kv_heads * head_dim * DTYPE_BYTES[self.dtype]
+        return group.parts * num_kv_heads * head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def block_bytes(self) -> int:
@@ -178,7 +189,7 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     groups = []
     # Sorted, so that scheduler and workers number the groups alike; full attention, whose window is 0, comes first.
     for (window, (num_kv_heads, head_dim)), layers in sorted(kinds.items()):
-        kind = "sliding_window" if window else "full_attention"
+        kind = "sliding_window" if window else "full_attention" if model.latent is None else "latent_attention"
         own_shape = (num_kv_heads, head_dim) if model.kv_shapes else (0, 0)
         times, rest = divmod(largest, num_kv_heads * head_dim) if model.kv_shapes else (1, 0)
         # All groups share one pool only if their blocks have the same bytes: a block that one group frees can then

@@ -31,11 +31,12 @@ from quire.protocol.model.families import (
 )
 from quire.protocol.model.gguf_file import is_gguf, read_gguf
 from quire.protocol.model.gguf_model import end_tokens, model_settings
+from quire.protocol.model.latent_config import LatentConfig, parse_latent
 from quire.protocol.model.measured_config import MeasuredConfig, measured_settings
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.model.pooling_files import read_pooling, scores_by_tokens
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
-from quire.protocol.model.rope_config import RopeConfig, parse_ropes
+from quire.protocol.model.rope_config import RopeConfig, parse_ropes, yarn_factor
 from quire.protocol.model.weight_format import WeightFormat
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *ENCODERS)
@@ -53,6 +54,10 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
         bias: the router and the experts' projections have biases.
         activation: as in ``ModelConfig``, or swiglu_oai (gpt-oss).
         mxfp4: the checkpoint stores the experts in blocks of 32 four-bit numbers.
+        sigmoid: scores are sigmoids, to which the checkpoint has a bias for the choice alone; otherwise softmaxes.
+        num_groups, top_groups: equal groups of experts, and those with the best experts, of which experts are chosen.
+        scaling_factor: factor on the weights of the selected experts.
+        shared_width: width of a dense layer beside the experts, for all tokens; 0: none.
     """
 
     num_experts: int
@@ -63,9 +68,21 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     bias: bool = False
     activation: str = "silu"
     mxfp4: bool = False
+    sigmoid: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scaling_factor: float = 1.0
+    shared_width: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts are chosen by their softmaxes alone."""
+        return not self.sigmoid and self.num_groups == 1 and self.scaling_factor == 1.0
 
     def divides_among(self, ranks: int) -> bool:
         """Whether ranks can share the experts' width: evenly, or in MXFP4 in whole blocks, one or more each."""
+        if self.shared_width % ranks:
+            return False
         return self.intermediate_size // 32 >= ranks if self.mxfp4 else self.intermediate_size % ranks == 0
 
 
@@ -100,6 +117,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         encoder: what makes it an encoder, whose tokens attend to all tokens of their prompt, so that it keeps no KV;
             None: a decoder.
         transformers: the class of transformers that computes it; None: Quire's own decoder or encoder.
+        latent: its attention is over latents, one per token, of ``head_dim`` numbers and one KV head; None: over keys
+            and values.
+        extra_layers: layers after the last one, which predict further tokens and are not read.
     """
 
     architecture: str
@@ -145,6 +165,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_names: list[str] = []
     interleaved_rope: bool = False
     transformers: MeasuredConfig | None = None
+    latent: LatentConfig | None = None
+    extra_layers: int = 0
 
     @property
     def implementation(self) -> str:
@@ -271,13 +293,12 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         raise ConfigError(f"{where}: clip_qkv is not supported: it must be null")
     hidden, heads = field.size("hidden_size"), field.size("num_attention_heads")
     num_layers = field.size("num_hidden_layers", high=4096)
-    if not field.has("head_dim") and hidden % heads:
-        raise ConfigError(f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    own = _kv_shape(field, heads, ("num_key_value_heads", heads), ("head_dim", max(hidden // heads, 1)))
+    latent = parse_latent(field, heads) if family.latent else None
+    own, whole = _kv_shapes(field, hidden, heads) if latent is None else ((1, latent.width),) * 2
     kv_heads, head_dim = own
-    whole = _kv_shape(field, heads, ("num_global_key_value_heads", kv_heads), ("global_head_dim", head_dim))
     max_position = field.size("max_position_embeddings", default=2048, high=2**31 - 1)
-    rope, local_rope = parse_ropes(field, whole[1], head_dim, max_position)
+    rotated = (whole[1], head_dim) if latent is None else (latent.rope_dim,) * 2
+    rope, local_rope = parse_ropes(field, *rotated, max_position)
     types = layer_types(family, field, num_layers)
     bias = field.flag("attention_bias")
     return ModelConfig(
@@ -303,13 +324,15 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         eos_token_ids=sorted(set(eos_token_ids or [])),
         windows=_unless_trivial(layer_windows(family, field, types, max_position)),
         cache_sources=cache_sources(field, types),
-        moe=_moe(field, num_layers, architecture) if family.experts else None,
+        moe=_moe(field, num_layers, architecture, family) if family.experts else None,
         fp8_kv_cache=fp8_kv_cache,
         weight_format=weight_format,
         kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],
         generates=head == "tokens",
-        **_scales(field, family, hidden),
-        **family.model_settings,
+        extra_layers=field.size("num_nextn_predict_layers", default=0, low=0, high=64) if family.gate else 0,
+        **_scales(field, family, hidden)
+        | ({} if latent is None else _latent_settings(field, latent, rope))
+        | dict(family.model_settings),
     )
 
 
@@ -344,6 +367,26 @@ def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
     return Fields(merged | {ours: merged[name] for ours, name in family.fields.items() if name in merged}, where)
 
 
+def _kv_shapes(field: Fields, hidden: int, heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the KV heads and their dimension in layers with a window, and in the others."""
+    if not field.has("head_dim") and hidden % heads:
+        raise ConfigError(f"{field.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    own = _kv_shape(field, heads, ("num_key_value_heads", heads), ("head_dim", max(hidden // heads, 1)))
+    return own, _kv_shape(field, heads, ("num_global_key_value_heads", own[0]), ("global_head_dim", own[1]))
+
+
+def _latent_settings(field: Fields, latent: LatentConfig, rope: RopeConfig) -> dict[str, Any]:
+    """Return what latent attention adds. DeepSeek scales the scores where yarn scales cosines and sines elsewhere."""
+    scaling = field.part("rope_parameters" if field.has("rope_parameters") else "rope_scaling")
+    stretched = rope.kind != "default" and scaling.raw.get("mscale_all_dim")
+    factor = yarn_factor(rope.factor, scaling.number("mscale_all_dim", 1.0)) if stretched else 1.0
+    return {
+        "latent": latent,
+        "attention_scale": latent.key_dim**-0.5 * factor**2,
+        "interleaved_rope": field.flag("rope_interleave"),
+    }
+
+
 def _kv_shape(field: Fields, heads: int, count: tuple[str, int], dim: tuple[str, int]) -> tuple[int, int]:
     """Return the number of KV heads and their dimension, from the fields with these names and defaults."""
     kv_heads, head_dim = field.size(count[0], default=count[1]), field.size(dim[0], default=dim[1], high=1024)
@@ -368,7 +411,9 @@ def _scales(field: Fields, family: Family, hidden: int) -> dict[str, Any]:
     """Return multipliers, caps and the activation."""
     scalar = field.optional_number("query_pre_attn_scalar")
     scale = field.optional_number("attention_multiplier")
+    depth, width = field.optional_number("scale_depth"), field.optional_number("dim_model_base")  # MiniCPM
     return {
+        "qk_norm": "head" if field.flag("use_qk_norm") else "",
         "activation": _activation(field),
         "attention_scale": scalar**-0.5 if scalar else scale,
         "attention_soft_cap": field.optional_number("attn_logit_softcapping") or 0.0,
@@ -376,16 +421,18 @@ def _scales(field: Fields, family: Family, hidden: int) -> dict[str, Any]:
         "embedding_multiplier": math.sqrt(hidden)
         if family.scaled_embedding
         else field.number("embedding_multiplier", 1.0),
-        "residual_multiplier": field.number("residual_multiplier", 1.0),
-        "logits_scaling": field.number("logits_scaling", 1.0),
+        "residual_multiplier": depth / math.sqrt(field.size("num_hidden_layers"))
+        if depth
+        else field.number("residual_multiplier", 1.0),
+        "logits_scaling": hidden / width if width else field.number("logits_scaling", 1.0),
     }
 
 
-def _moe(field: Fields, num_layers: int, architecture: str) -> MoeConfig:
+def _moe(field: Fields, num_layers: int, architecture: str, family: Family) -> MoeConfig:
     names = ("num_experts", "num_local_experts")
     count = field.size(names[0] if field.has(names[0]) else names[1], high=2**16)
     chosen = field.size("num_experts_per_tok", high=count)
-    dense = set(field.integers("mlp_only_layers", high=num_layers - 1))
+    dense = _dense_layers(field, num_layers)
     step = field.size("decoder_sparse_step", default=1)
     gpt_oss = architecture == "GptOssForCausalLM"
     if gpt_oss and (field.number("swiglu_alpha", 1.702), field.number("swiglu_limit", 7.0)) != (1.702, 7.0):
@@ -401,7 +448,50 @@ def _moe(field: Fields, num_layers: int, architecture: str) -> MoeConfig:
         bias=gpt_oss,
         activation="swiglu_oai" if gpt_oss else _activation(field),
         mxfp4=gpt_oss and quant_method(field.raw) == "mxfp4",
+        **_gate(field, family, count, chosen),
     )
+
+
+def _dense_layers(field: Fields, num_layers: int) -> set[int]:
+    if field.size("moe_layer_freq", default=1) != 1:
+        raise ConfigError(f"{field.where}: moe_layer_freq must be 1: only first_k_dense_replace layers may be dense")
+    types = field.raw.get("mlp_layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise ConfigError(f"{field.where}: mlp_layer_types must be a list of {num_layers} names")
+        known = [field.choice("mlp_layer_types", name, ("dense", "sparse")) for name in types]
+        return {layer for layer, name in enumerate(known) if name == "dense"}
+    first = field.size("first_k_dense_replace", default=0, low=0, high=num_layers)
+    return {*range(first), *field.integers("mlp_only_layers", high=num_layers - 1)}
+
+
+def _gate(field: Fields, family: Family, count: int, chosen: int) -> dict[str, Any]:
+    """Return how experts are chosen, and the width of the dense layer beside them."""
+    if not family.gate:
+        return {}
+    field.choice("scoring_func", field.raw.get("scoring_func") or family.gate, (family.gate,))
+    grouped = family.gate == "sigmoid"
+    if not grouped:
+        methods = ("greedy", "group_limited_greedy")
+        grouped = field.choice("topk_method", field.raw.get("topk_method") or "greedy", methods) != "greedy"
+        if field.flag("norm_topk_prob"):
+            raise ConfigError(f"{field.where}: norm_topk_prob must be false with scoring_func softmax")
+    groups = field.size("n_group", default=1, high=count) if grouped else 1
+    best = field.size("topk_group", default=1, high=groups) if grouped else 1
+    size = count // groups
+    if count % groups or chosen > best * size or (family.gate == "sigmoid" and size < 2):
+        raise ConfigError(
+            f"{field.where}: n_group {groups} and topk_group {best} must divide {count} experts into equal groups of "
+            f"two or more, and leave at least num_experts_per_tok ({chosen})"
+        )
+    shared = field.size("n_shared_experts", default=0, low=0, high=count)
+    return {
+        "sigmoid": family.gate == "sigmoid",
+        "num_groups": groups,
+        "top_groups": best,
+        "scaling_factor": field.number("routed_scaling_factor", 1.0),
+        "shared_width": shared * field.size("moe_intermediate_size") if shared else 0,
+    }
 
 
 def _unless_trivial(windows: list[int]) -> list[int]:

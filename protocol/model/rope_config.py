@@ -131,9 +131,11 @@ def _stretched(rope: RopeConfig, inner: Fields, rotary_dim: int, max_position: i
             long_factor=inner.numbers("long_factor", rotary_dim // 2),
         )
     if inner.raw.get("mscale") and inner.raw.get("mscale_all_dim"):
-        derived = _mscale(factor, inner.number("mscale", 1.0)) / _mscale(factor, inner.number("mscale_all_dim", 1.0))
+        derived = yarn_factor(factor, inner.number("mscale", 1.0)) / yarn_factor(
+            factor, inner.number("mscale_all_dim", 1.0)
+        )
     else:
-        derived = _mscale(factor, 1.0)
+        derived = yarn_factor(factor, 1.0)
     return replace(
         rope,
         factor=factor,
@@ -144,5 +146,6 @@ def _stretched(rope: RopeConfig, inner: Fields, rotary_dim: int, max_position: i
     )
 
 
-def _mscale(factor: float, weight: float) -> float:
+def yarn_factor(factor: float, weight: float) -> float:
+    """Return yarn's factor on cosines and sines, or on scores (arXiv 2309.00071, section 3.4)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

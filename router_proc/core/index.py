@@ -50,12 +50,11 @@ def keys_of(raw: bytes) -> Keys:
 
 
 def counted_group(layout: KVLayout) -> int:
-    """Return the KV group whose blocks are indexed: the first of full attention, otherwise 0.
+    """Return the KV group whose blocks are indexed: the first that keeps all blocks, otherwise 0.
 
     A request needs its whole prefix there. What other groups keep (a sliding window's last blocks) is cached with it.
     """
-    kinds = [group.kind for group in layout.groups]
-    return kinds.index("full_attention") if "full_attention" in kinds else 0
+    return next((index for index, group in enumerate(layout.groups) if group.keeps_all), 0)
 
 
 class _Queue:

@@ -20,6 +20,7 @@ GroupBlocks = Sequence[Sequence[KVCacheBlock]]
 
 MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
     "full_attention": FullAttentionManager,
+    "latent_attention": FullAttentionManager,
     "sliding_window": SlidingWindowManager,
 }
 

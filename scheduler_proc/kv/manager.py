@@ -131,8 +131,8 @@ class KVCacheManager:
 
     @property
     def can_split(self) -> bool:
-        """Whether a cached prefix may come from two sources: with one group, of full attention, and no states."""
-        return self.states is None and [group.kind for group in self.layout.groups] == ["full_attention"]
+        """Whether a cached prefix may come from two sources: with one group, which keeps all blocks, and no states."""
+        return self.states is None and [group.keeps_all for group in self.layout.groups] == [True]
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks over all groups that a request of this length holds at any time when it is alone."""

@@ -23,6 +23,8 @@ HASH_MASK = 2**63 - 1
 """vLLM publishes the last 64 bits of a hash, as an integer. The first of them is 0 here, because some routers decode
 them as signed numbers."""
 MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
+VLLM_KINDS = {"latent_attention": "mla_attention"}
+"""vLLM's names of the kinds of KV groups that it names otherwise."""
 MAX_ANSWERS = 64
 """Most replays at a time; further requests are dropped, and their peers request again."""
 
@@ -126,7 +128,7 @@ def _stored(
             lora_name,
             _extra_keys(run.origins),
             event.group,
-            group.kind,
+            VLLM_KINDS.get(group.kind, group.kind),
             group.sliding_window or None,
         )
 

@@ -88,7 +88,8 @@ def test_an_answer_outlives_its_worker(family: str, tmp_path: Path) -> None:
     assert text == again == Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(tokens)
 
 
-def test_the_offline_api(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("implementation", ["transformers", "native"])
+def test_the_offline_api(implementation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Log probabilities of prompts, host memory and disk behind a small pool, sessions, forks, vectors, and a trace."""
     model, trace = save(tmp_path / "model", "deepseek_v3"), tmp_path / "trace.jsonl"
     prompts = [[5 + (7 * i + 11 * n) % 900 for i in range(40)] for n in range(6)]
@@ -99,6 +100,7 @@ def test_the_offline_api(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         whole = model(torch.tensor(prompts[:1]), output_hidden_states=True)
     sizes: dict[str, Any] = {"max_model_len": 128, "block_size": 8, "num_gpu_blocks_override": 20}
     tiers: dict[str, Any] = {"cpu_offload_bytes": 2**19, "ssd_cache_dir": str(tmp_path), "ssd_cache_bytes": 2**22}
+    sizes["model_impl"] = implementation
     with LLM(tmp_path / "model", dtype="float32", pooling="last", trace=str(trace), **sizes, **tiers) as llm:
         outputs = [llm.generate([prompt], scored)[0] for prompt in prompts]
         assert [output.outputs[0].token_ids for output in outputs] == wanted
@@ -127,6 +129,7 @@ def test_the_offline_api(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_dummy_weights(tmp_path: Path) -> None:
     save(tmp_path, "deepseek_v3")
     (tmp_path / "model.safetensors").unlink()
-    with LLM(tmp_path, load_format="dummy", max_model_len=128, num_gpu_blocks_override=20) as llm:
+    sizes = {"max_model_len": 128, "num_gpu_blocks_override": 20}
+    with LLM(tmp_path, load_format="dummy", model_impl="transformers", **sizes) as llm:
         first, second = (llm.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True, seed=1)) for _ in "ab")
         assert first[0].outputs[0].token_ids == second[0].outputs[0].token_ids

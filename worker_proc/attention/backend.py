@@ -92,6 +92,7 @@ class AttentionSpec:
             before rotation (Qwen3, Gemma 3); None: no norm.
         norm_eps: epsilon of these norms.
         reach: in an encoder, the tokens on each side that a token attends to; 0: all.
+        value_dim: with latents: values are the last ``value_dim`` numbers of the keys; 0: values are separate.
         layout: equal for layers whose launches differ only in the addresses of weights and caches.
     """
 
@@ -107,12 +108,17 @@ class AttentionSpec:
     k_norm: torch.Tensor | None = None
     norm_eps: float = 1e-6
     reach: int = 0
+    value_dim: int = 0
     layout: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         values = (getattr(self, setting.name) for setting in fields(self) if setting.init)
         layout = tuple(layout_of(value) if isinstance(value, torch.Tensor) else value for value in values)
         object.__setattr__(self, "layout", layout)
+
+    def shape(self, dtype: torch.dtype) -> AttentionShape:
+        """Return the shape for plans. ``dtype``: of the queries."""
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, dtype, self.value_dim)
 
 
 @dataclass(slots=True)
@@ -148,11 +154,12 @@ class LayerAttention(Protocol):
 
         Args:
             qkv: ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
-                (``[num_tokens, num_heads, head_dim]``) if the layer reads an earlier layer's cache; may be modified.
+                (``[num_tokens, num_heads, head_dim]``) if the layer reads an earlier layer's cache; with latents
+                queries and one latent, ``[num_tokens, num_heads + 1, head_dim]``; may be modified.
             rotary: None if this layer has no rotary embedding.
 
         Returns:
-            ``[num_tokens, num_heads, head_dim]``.
+            ``[num_tokens, num_heads, head_dim]``, or with latents ``[num_tokens, num_heads, value_dim]``.
         """
         ...
 
@@ -175,7 +182,11 @@ class AttentionBackend(LayerAttention, Protocol):
     supports: Supports
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of one layer's cache tensor for keys and values. The tensor is zeroed when allocated."""
+        """Return the shape of one layer's cache tensor for keys and values. The tensor is zeroed when allocated.
+
+        The first dimension is 2, for keys and values. Latents have a tensor of the same shape but for this dimension,
+        which is 1.
+        """
         ...
 
     def plan(self, batch: StepBatch) -> Any:

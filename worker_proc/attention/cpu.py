@@ -23,8 +23,8 @@ INSTRUCTIONS = {16: "avx512", 8: "avx2"}
 class CpuBackend:
     """``AttentionBackend`` on the CPU. Stateless: the cache belongs to the caller, and a plan to its step.
 
-    Cache of one layer: ``[2, num_blocks, num_kv_heads, block_size, head_dim]`` (keys, values). A block of one head is
-    contiguous.
+    Cache of one layer: ``[2, num_blocks, num_kv_heads, block_size, head_dim]`` (keys, values), or ``[1, ..]`` with
+    latents. A block of one head is contiguous.
 
     Args:
         native: use the C++ library if available; the first process on a machine compiles it, which takes seconds.

@@ -13,7 +13,7 @@ import torch
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID
 from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
 from quire.worker_proc.attention.cpu_plan import CpuPlan
-from quire.worker_proc.attention.cpu_torch import write
+from quire.worker_proc.attention.cpu_torch import write, write_latents
 from quire.worker_proc.attention.prologue import normalise_and_rotate
 
 TILE_TOKENS = 256
@@ -43,7 +43,8 @@ class FixedOrderAttention:
             qk = _rotate(qk, rotary)
         if qkv.shape[1] == heads:
             return self.forward(qk, None, None, kv_cache, plan, spec)
-        return self.forward(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :], kv_cache, plan, spec)
+        value = None if spec.value_dim else qkv[:, heads + kv_heads :]
+        return self.forward(qk[:, :heads], qk[:, heads:], value, kv_cache, plan, spec)
 
     def forward(
         self,
@@ -54,9 +55,11 @@ class FixedOrderAttention:
         plan: FixedPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        if key is not None and value is not None:
+        if spec.value_dim:
+            write_latents(kv_cache, key, plan.batch)
+        elif key is not None and value is not None:
             write(kv_cache, key, value, plan.writes.of_layer(kv_cache, query.dtype), spec)
-        out = torch.zeros(query.shape, dtype=query.dtype)
+        out = torch.zeros(*query.shape[:2], spec.value_dim or spec.head_dim, dtype=query.dtype)
         batch = plan.batch
         with _one_thread():
             token = 0
@@ -91,11 +94,12 @@ def _attend_token(
     if spec.k_scale is not None:
         scaled = scaled * spec.k_scale.view(by_head)
     most = torch.full((*scaled.shape[:2], 1), float("-inf"))
-    total, out = torch.zeros_like(most), torch.zeros_like(scaled)
+    total, out = torch.zeros_like(most), scaled.new_zeros(*scaled.shape[:2], spec.value_dim or spec.head_dim)
     for tile in range(start // (tile_blocks * size), position // (tile_blocks * size) + 1):
         keys = torch.arange(tile * tile_blocks * size, (tile + 1) * tile_blocks * size)
         hidden = (keys < start) | (keys > position)
         seen_keys, seen_values = _tile(kv_cache, batch, row, tile * tile_blocks, tile_blocks, start, position, hidden)
+        seen_values = seen_values[..., -out.shape[-1] :].contiguous()
         scores = torch.bmm(scaled, seen_keys.transpose(1, 2))
         if spec.soft_cap:
             scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
@@ -112,7 +116,7 @@ def _attend_token(
     out = out / total
     if spec.v_scale is not None:
         out = out * spec.v_scale.view(by_head)
-    return out.view(query.shape).to(query.dtype)
+    return out.view(len(query), -1).to(query.dtype)
 
 
 def _tile(
@@ -125,7 +129,10 @@ def _tile(
     position: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tile's keys and values, float32 ``[num_kv_heads, tokens, head_dim]``, zero where ``hidden``."""
+    """Return a tile's keys and values, float32 ``[num_kv_heads, tokens, head_dim]``, zero where ``hidden``.
+
+    Latents are both.
+    """
     columns = torch.arange(first_block, first_block + num_blocks)
     used = (columns >= start // batch.block_size) & (columns <= position // batch.block_size)
     ids = batch.block_table[row].index_select(0, torch.where(used, columns, 0)).long()
@@ -133,7 +140,7 @@ def _tile(
     source = kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache
     both = source.index_select(1, ids).view(kv_cache.dtype).float()
     both = both.transpose(1, 2).flatten(2, 3).masked_fill(hidden[:, None], 0.0)
-    return both[0].clone(), both[1].clone()
+    return both[0].clone(), both[-1].clone()
 
 
 @contextmanager

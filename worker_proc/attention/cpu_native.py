@@ -58,6 +58,7 @@ class NativeLayer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
         *((name, ctypes.c_int64) for name in ("cache_format", "query_format")),
         *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
+        ("value_dim", ctypes.c_int64),
     )
 
 
@@ -148,7 +149,8 @@ class NativeAttention:
             tokens.query = start
         if qkv.shape[1] > spec.num_heads:
             tokens.key = start + spec.num_heads * head_stride * size
-            tokens.value = start + (spec.num_heads + spec.num_kv_heads) * head_stride * size
+            if not spec.value_dim:
+                tokens.value = start + (spec.num_heads + spec.num_kv_heads) * head_stride * size
         if spec.q_norm is not None:
             assert spec.k_norm is not None
             tokens.q_norm = _pointer(spec.q_norm, qkv.dtype)
@@ -165,7 +167,7 @@ class NativeAttention:
         """Compute attention of ``query``: ``[num_tokens, num_heads, head_dim]``, may be strided."""
         if len(query) != plan.step.num_tokens:
             raise ValueError(f"query: {len(query)} tokens, expected {plan.step.num_tokens}")
-        out = empty(query.shape, query.dtype)
+        out = empty((*query.shape[:2], layer.value_dim or query.shape[2]), query.dtype)
         token_stride, head_stride, _ = query.stride()
         cache = kv_cache.data_ptr()
         require_no_error(
@@ -195,7 +197,9 @@ def _set_rotary(tokens: NativeTokens, rotary: Rotary, num_tokens: int) -> None:
 
 
 def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan: NativePlan) -> NativeLayer:
-    _, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    parts, num_blocks, kv_heads, block_size, head_dim = kv_cache.shape
+    if parts != (1 if spec.value_dim else 2):
+        raise ValueError(f"kv_cache: {parts} parts do not match the layer")
     if block_size != plan.step.block_size or kv_heads != spec.num_kv_heads or head_dim != spec.head_dim:
         raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not match the step and the layer")
     assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
@@ -209,6 +213,7 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
         FORMATS[dtype],
         spec.scale,
         spec.soft_cap,
+        spec.value_dim,
     )
 
 

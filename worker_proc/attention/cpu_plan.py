@@ -111,13 +111,13 @@ class CpuPlan:
     """A step's batch and its layer plans, each made at the first layer with its heads and dtype."""
 
     def __init__(self, batch: StepBatch) -> None:
-        self._batch = batch
+        self.batch = batch
         self._made: dict[tuple[torch.Size, torch.dtype, torch.dtype], LayerPlan] = {}
 
     def of_layer(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> LayerPlan:
         key = (kv_cache.shape, kv_cache.dtype, dtype)
         if key not in self._made:
-            self._made[key] = _layer_plan(self._batch, kv_cache, dtype)
+            self._made[key] = _layer_plan(self.batch, kv_cache, dtype)
         return self._made[key]
 
 

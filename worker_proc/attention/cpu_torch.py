@@ -31,6 +31,9 @@ class TorchAttention:
         plan: CpuPlan,
         spec: AttentionSpec,
     ) -> torch.Tensor:
+        if spec.value_dim:
+            write_latents(kv_cache, key, plan.batch)
+            return _attend_latents(query, kv_cache, plan.batch, spec)
         layer = plan.of_layer(kv_cache, query.dtype)
         if key is not None and value is not None:
             write(kv_cache, key, value, layer, spec)
@@ -70,6 +73,34 @@ def write(
         limit = torch.finfo(dtype).max
         both, kv_cache = both.float().clamp(-limit, limit).to(dtype).view(torch.uint8), kv_cache.view(torch.uint8)
     kv_cache.view(-1, head_dim).index_copy_(0, layer.write_rows, both.to(kv_cache.dtype))
+
+
+def write_latents(kv_cache: torch.Tensor, latents: torch.Tensor | None, batch: StepBatch) -> None:
+    """Copy latents, ``[num_tokens, 1, head_dim]`` or None, to their slots."""
+    if latents is None:
+        return
+    tokens = torch.nonzero(batch.slot_mapping >= 0).view(-1)
+    rows = latents[tokens, 0].to(kv_cache.dtype)
+    kv_cache.view(-1, rows.shape[1]).index_copy_(0, batch.slot_mapping[tokens], rows)
+
+
+def _attend_latents(query: torch.Tensor, kv_cache: torch.Tensor, batch: StepBatch, spec: AttentionSpec) -> torch.Tensor:
+    """Compute attention over latents row by row, with materialised scores."""
+    out = query.new_zeros(len(query), spec.num_heads, spec.value_dim)
+    start = 0
+    for row, (length, total) in enumerate(zip(batch.query_lens_cpu.tolist(), batch.seq_lens_cpu.tolist(), strict=True)):
+        blocks = batch.block_table[row, : -(-total // batch.block_size)].long()
+        seen = kv_cache[0].index_select(0, blocks).view(-1, spec.head_dim)[:total].to(query.dtype)
+        step = max(1, min(QUERY_TILE, SCORES_AT_ONCE // (spec.num_heads * max(total, 1))))
+        for first in range(0, length, step):
+            own = slice(start + first, start + min(first + step, length))
+            last = torch.arange(total - length + first, total - length + min(first + step, length))
+            hidden = torch.arange(total) > last[:, None]
+            keys = seen[None, None]
+            attended = attend_explicitly(_by_head(query[own], 1), keys, keys[..., -spec.value_dim :], hidden, spec)
+            out[own] = attended[0].transpose(0, 1)
+        start += length
+    return out
 
 
 def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, dtype: torch.dtype) -> torch.Tensor:

@@ -59,6 +59,7 @@ _EITHER = Supports(
     head_dim_multiple=8,
     max_head_dim=256,
     sinks=False,
+    latents=False,
     deterministic=False,
 )
 

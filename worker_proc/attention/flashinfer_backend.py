@@ -36,6 +36,7 @@ SUPPORTS = Supports(
     mixed_cache=False,
     head_dims=(64, 128, 256),
     sinks=False,
+    latents=False,
     deterministic=False,
     head_scales=False,
     capabilities=(8, 12),

@@ -27,10 +27,10 @@ class CachedAttention(Protocol):
         Args:
             query: ``[num_tokens, num_heads, head_dim]``.
             key, value: ``[num_tokens, num_kv_heads, head_dim]``, same dtype; None if the layer reads the cache of an
-                earlier layer.
+                earlier layer. With latents there are keys only.
 
         Returns:
-            ``[num_tokens, num_heads, head_dim]`` in the query's dtype.
+            ``[num_tokens, num_heads, head_dim]``, or with latents ``value_dim``, in the query's dtype.
         """
         ...
 
@@ -45,11 +45,10 @@ def attend_unfused(
 ) -> torch.Tensor:
     """Compute ``AttentionBackend.attend`` without fusion."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    qk, value = qkv, None
-    if qkv.shape[1] > heads:
-        qk, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-    qk = normalise_and_rotate(qk, spec, rotary)
-    key = None if value is None else qk[:, heads:]
+    has_keys = qkv.shape[1] > heads
+    value = qkv[:, heads + kv_heads :] if has_keys and not spec.value_dim else None
+    qk = normalise_and_rotate(qkv[:, : heads + kv_heads] if has_keys else qkv, spec, rotary)
+    key = qk[:, heads:] if has_keys else None
     return attention.forward(qk[:, :heads], key, value, kv_cache, plan, spec)
 
 

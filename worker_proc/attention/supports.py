@@ -26,6 +26,7 @@ class Needs:
     windows: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    latents: bool = False
     deterministic: bool = False
     head_scales: bool = False
 
@@ -39,6 +40,7 @@ class Needs:
             windows=any(group.kind == "sliding_window" for group in layout.groups),
             soft_cap=model.attention_soft_cap > 0,
             sinks=model.attention_sinks,
+            latents=model.latent is not None,
             deterministic=config.deterministic,
             head_scales=head_scales,
         )
@@ -74,6 +76,7 @@ class Supports:
     windows: bool = True
     soft_cap: bool = True
     sinks: bool = True
+    latents: bool = True
     deterministic: bool = True
     head_scales: bool = True
     capabilities: tuple[int, int] = (0, 0)
@@ -100,6 +103,7 @@ class Supports:
             "sliding windows": needs.windows and not self.windows,
             "a soft cap on scores (attn_logit_softcapping)": needs.soft_cap and not self.soft_cap,
             "attention sinks": needs.sinks and not self.sinks,
+            "latent attention": needs.latents and not self.latents,
             "batch-independent results (--deterministic)": needs.deterministic and not self.deterministic,
             "KV scales per head": needs.head_scales and not self.head_scales,
         }

@@ -92,7 +92,7 @@ class TritonBackend:
 
     name = "triton"
     needs_host_lengths = True
-    supports = Supports(max_head_dim=MAX_HEAD_DIM, capabilities=(8, 0))
+    supports = Supports(max_head_dim=MAX_HEAD_DIM, latents=False, capabilities=(8, 0))
 
     def __init__(self, max_rows: int = 0, deterministic: bool = False, fresh_from: int = FRESH_FROM) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")

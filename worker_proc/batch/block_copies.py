@@ -14,11 +14,11 @@ class BlockCopies:
     def __init__(self, caches: Iterable[torch.Tensor], num_blocks: int, by_slot: torch.Tensor | None = None) -> None:
         """
         Args:
-            caches: of all layers: ``[2, entries, ...]``, where the entries of a block of the pool are consecutive.
+            caches: of all layers: ``[parts, entries, ...]``, where the entries of a block of the pool are consecutive.
             num_blocks: size of the pool, the null block included.
             by_slot: what is kept beside the caches, ``[slots, ...]``; None: nothing.
         """
-        tensors = {cache.data_ptr(): cache.view(torch.uint8).view(2, num_blocks, -1) for cache in caches}
+        tensors = {cache.data_ptr(): cache.view(torch.uint8).view(len(cache), num_blocks, -1) for cache in caches}
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.shape)
         self._sets = [CacheSet.of(list(same)) for _, same in groupby(ordered, key=lambda tensor: tensor.shape)]
         if by_slot is not None:

@@ -24,7 +24,8 @@ def allocate_kv_caches(
     for group in layout.groups:
         kernels = kernel_block_size(group.block_size, backend)
         ratio = group.block_size // kernels
-        shape = backend.kv_cache_shape(num_blocks * ratio, kernels, *layout.kv_shape(group))
+        _, *shape = backend.kv_cache_shape(num_blocks * ratio, kernels, *layout.kv_shape(group))
+        shape = [group.parts, *shape]
         # Allocated as bytes, because not every device can zero 8-bit floats.
         size = torch.Size(shape).numel() * dtype.itemsize
         for place, layer in enumerate(group.layers):

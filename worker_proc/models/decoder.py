@@ -16,6 +16,7 @@ from quire.worker_proc.attention.backend import LayerAttention, Rotary
 from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.embedding import Embedding
+from quire.worker_proc.models.latent_attention import LatentAttention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.model import Inputs, Model, Outputs, scales_of
@@ -69,9 +70,8 @@ class Decoder(Model):
         self.local_rope = None if local is None else self._table(local, length, local=True)
 
     def attention_shape(self, layer: int) -> AttentionShape:
-        attention = self.layers[layer].attention
-        heads = attention.heads
-        return AttentionShape(heads.num_heads, heads.num_kv_heads, attention.head_dim, self.build.activation_dtype)
+        spec = self.layers[layer].attention.spec
+        return spec.shape(self.build.activation_dtype)
 
     def __call__(
         self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
@@ -149,7 +149,8 @@ class Decoder(Model):
         """Return the table of the layers in ``local_rope_layers``, or of the others."""
         config = self.config
         layer = next((i for i in range(config.num_layers) if (i in config.local_rope_layers) == local), 0)
-        return rope_table(rope, config.kv_shape(layer)[1], length, self.build.device).to(self.build.activation_dtype)
+        head_dim = config.kv_shape(layer)[1] if config.latent is None else config.latent.rope_dim
+        return rope_table(rope, head_dim, length, self.build.device).to(self.build.activation_dtype)
 
 
 class DecoderLayer(Module):
@@ -163,7 +164,7 @@ class DecoderLayer(Module):
         config = build.config
         self.build = build
         self.rope = "none" if layer in config.no_rope_layers else "local" if layer in config.local_rope_layers else ""
-        self.attention = Attention(build, layer)
+        self.attention = Attention(build, layer) if config.latent is None else LatentAttention(build)
         moe = config.moe
         self.mlp = SparseMlp(build, moe) if moe is not None and layer in moe.layers else GatedMlp(build)
         before, after = config.norms != "after", config.norms != "before"

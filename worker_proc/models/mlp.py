@@ -14,6 +14,7 @@ from quire.kernels.cpu.native.library import load_native
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import MoeConfig
 from quire.worker_proc.models.additions import ExpertAdditions
+from quire.worker_proc.models.expert_gate import ExpertGate
 from quire.worker_proc.models.formats.stacked import stack_experts
 from quire.worker_proc.models.linear import Linear, bias_slot, in_tiles
 from quire.worker_proc.models.module import Module
@@ -28,24 +29,32 @@ DUMMY_SCALE = 120
 class GatedMlp(Module):
     """``down(activation(gate(x)) * up(x))``, sharded by its width.
 
+    Args:
+        name: name below the layer.
+        width: by default the model's ``intermediate_size``.
+
     Raises:
         ConfigError: the width cannot be divided among the ranks.
     """
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, name: str = "mlp", width: int = 0) -> None:
         config = build.config
         self.build = build
-        width, hidden = config.intermediate_size, config.hidden_size
-        part = build.share("intermediate_size", width, build.format_of("mlp.down_proj"))
+        hidden, named = config.hidden_size, "shared expert width" if width else "intermediate_size"
+        width = width or config.intermediate_size
+        part = build.share(named, width, build.format_of(f"{name}.down_proj"))
         halves = [Rows("gate", part, width), Rows("up", part, width)]
-        self.gate_up = build.rows_linear("mlp.{}_proj", halves, hidden, config.mlp_bias)
-        self.down = build.columns_linear("mlp.down_proj", hidden, part, width, config.mlp_bias)
+        self.gate_up = build.rows_linear(name + ".{}_proj", halves, hidden, config.mlp_bias)
+        self.down = build.columns_linear(f"{name}.down_proj", hidden, part, width, config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
-        build = self.build
-        gated = build.ops.gate(self.gate_up(x), build.config.activation)
-        return build.parallel.all_reduce(self.down(gated))
+        return self.build.parallel.all_reduce(self.own_share(x))
+
+    def own_share(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what this rank adds to the sum."""
+        gated = self.build.ops.gate(self.gate_up(x), self.build.config.activation)
+        return self.down(gated)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return self.gate_up.weight_slots() | self.down.weight_slots()
@@ -69,8 +78,15 @@ class SparseMlp(Module):
         forms = [build.format_of(f"mlp.experts.0.{part}_proj") for part in ("down", "gate", "up")]
         self.part = build.share_of_groups(name, total, GROUP_SIZE) if moe.mxfp4 else build.share(name, total, forms[0])
         width = self.part.stop - self.part.start
-        self.route = build.ops.route if build.routes is None else build.routes.recording(build.ops.route)
-        self.router = build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
+        self.gate = None if moe.is_plain else ExpertGate(build, moe)
+        route = build.ops.route if self.gate is None else self.gate.route
+        self.route = route if build.routes is None else build.routes.recording(route)
+        self.router = (
+            build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
+            if self.gate is None
+            else self.gate.scores
+        )
+        self.shared = GatedMlp(build, "mlp.shared_experts", moe.shared_width) if moe.shared_width else None
         additions = self._additions()
         self.quantised: Sequence[tuple[Projection, Projection]] = ()
         if any(form is not None for form in forms):
@@ -145,7 +161,10 @@ class SparseMlp(Module):
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         ops, moe = self.build.ops, self.moe
         expert_ids, weights = self.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
-        return self.build.parallel.all_reduce(ops.experts(x, self.experts, expert_ids, weights))
+        out = ops.experts(x, self.experts, expert_ids, weights)
+        if self.shared is not None:
+            out += self.shared.own_share(x)
+        return self.build.parallel.all_reduce(out)
 
     def prepack(self, *, deterministic: bool) -> bool:
         """Prepack every expert as ``Linear.prepack`` does: all of them or none."""
@@ -196,7 +215,8 @@ class SparseMlp(Module):
         held = self.part.stop - self.part.start
         interleaved = self.moe.activation == "swiglu_oai"
         gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, held), slice(held, None))
-        slots = self.router.weight_slots()
+        slots = self.router.weight_slots() if self.gate is None else self.gate.weight_slots()
+        slots |= {} if self.shared is None else self.shared.weight_slots()
         for pair in self.quantised:
             slots |= pair[0].weight_slots() | pair[1].weight_slots()
         if self.quantised:

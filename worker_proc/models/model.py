@@ -12,6 +12,7 @@ from quire.protocol.model.checkpoint import StoredTensor
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention
 from quire.worker_proc.models.checkpoint_names import Sources, find_tensor_sources
+from quire.worker_proc.models.latent_attention import LatentAttention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import SparseMlp
 from quire.worker_proc.models.module import Module
@@ -126,7 +127,7 @@ class Model(Module):
         Args:
             deterministic: as in ``Linear.prepack``.
         """
-        parts = [module for module in self.modules() if isinstance(module, SparseMlp | Linear)]
+        parts = [module for module in self.modules() if isinstance(module, SparseMlp | LatentAttention | Linear)]
         packed = [part.prepack(deterministic=deterministic) for part in parts]
         self._prepacked = any(packed)
         return all(packed)

@@ -81,7 +81,7 @@ def plan_draft(config: EngineConfig, build: Build, cache_dtype: str) -> DraftPla
         config, model=model, model_path=speculative.model_path, tensor_parallel_size=1, kv_cache_dtype=cache_dtype
     )
     layers = [layer for layer in range(model.num_layers) if model.cache_source(layer) == layer]
-    group = KVGroup("full_attention", config.block_size, layers)
+    group = KVGroup("full_attention" if model.latent is None else "latent_attention", config.block_size, layers)
     layout = KVLayout([group], model.num_kv_heads, model.head_dim, cache_dtype)
     weights = sum(p.numel() * p.element_size() for p in build(model, "meta").parameters())
     return DraftPlan(own, layout, weights, build)

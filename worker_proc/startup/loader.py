@@ -21,6 +21,7 @@ from quire.protocol.model.checksums import verify_checksums
 from quire.protocol.model.gguf_file import is_gguf
 from quire.worker_proc.models.checkpoint_names import TensorSource
 from quire.worker_proc.models.formats.quantised import QuantisedLinear
+from quire.worker_proc.models.latent_attention import LatentAttention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.startup.gguf_tensors import read_gguf_tensor
@@ -48,7 +49,9 @@ def fill_model(model: Model, config: EngineConfig, dtype: torch.dtype, device: t
             model.prepack(deterministic=config.deterministic)
         else:
             for layer in model.modules():
-                if isinstance(layer, QuantisedLinear) or (config.deterministic and isinstance(layer, Linear)):
+                if isinstance(layer, QuantisedLinear | LatentAttention) or (
+                    config.deterministic and isinstance(layer, Linear)
+                ):
                     layer.prepack(deterministic=config.deterministic)
         model.check_loaded()
 

@@ -32,7 +32,7 @@ def block_groups(
 
     Args:
         layout: this rank's KV layout.
-        caches: by layer, on a CPU: ``[2, entries, ...]``, where the entries of a block of the pool are consecutive.
+        caches: by layer, on a CPU: ``[parts, entries, ...]``, where the entries of a block of the pool are consecutive.
         meaning: what else decides the meaning of a block's bytes.
     """
     groups = []
@@ -43,9 +43,13 @@ def block_groups(
 
 
 def group_caches(layout: KVLayout, caches: Mapping[int, torch.Tensor], num_blocks: int) -> list[list[torch.Tensor]]:
-    """Return the caches of each group's layers, uint8 ``[2, num_blocks, bytes]``. Arguments as of ``block_groups``."""
+    """Return the caches of each group's layers, uint8 ``[parts, num_blocks, bytes]``: keys and values, or latents.
+
+    Arguments as of ``block_groups``.
+    """
     return [
-        [caches[layer].view(torch.uint8).view(2, num_blocks, -1) for layer in group.layers] for group in layout.groups
+        [caches[layer].view(torch.uint8).view(group.parts, num_blocks, -1) for layer in group.layers]
+        for group in layout.groups
     ]
 
 

@@ -1,7 +1,7 @@
 // Causal attention over a paged cache, read in place through its block table.
 //
-// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values. The work is divided into
-// items of (a few tokens of a row, one key/value head, a range of keys), which threads take one after the other.
+// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values. Latents have keys only, whose
+// last numbers are the values (value_dim). The work is divided into items of (a few tokens of a row, one key/value head, a range of keys), which threads take one after the other.
 //
 // The order of every sum is part of the contract: tiles of TILE keys and splits of SPLIT keys are at absolute positions,
 // each split has its own sums, and splits are merged in ascending order. So a query's result depends only on its query,
@@ -56,8 +56,9 @@ void locate(Call& call, const Item& item, int64_t tile, int64_t first, int64_t l
     for (int64_t key = first; key < last; block++, offset = 0) {
         int64_t id = table[block];
         if (id < 0 || id >= layer.num_blocks) call.error = BAD_BLOCK, id = 0;
-        const int64_t head = ((values ? layer.num_blocks : 0) + id) * layer.num_kv_heads + item.head;
-        const T* at = cache + (head * size + offset) * dim;
+        const bool apart = values && !layer.value_dim;
+        const int64_t head = ((apart ? layer.num_blocks : 0) + id) * layer.num_kv_heads + item.head;
+        const T* at = cache + (head * size + offset) * dim + (values ? dim - call.value_dim() : 0);
         const int64_t end = std::min(last, key + size - offset);
         for (; key < end; key++, at += dim) rows[key - base] = at;
     }
@@ -72,7 +73,8 @@ class Attend {
 
   public:
     Attend(Call& call, const Item& item, Workspace& work)
-        : call_(call), item_(item), work_(work), width_(call.width()), rows_(item.count * call.group()) {
+        : call_(call), item_(item), work_(work), width_(call.width()), out_width_(call.out_width()),
+          rows_(item.count * call.group()) {
         first_ = call.first_key(item.position);
         last_ = item.shared ? item.position : item.position + item.count;
         work.fit(rows_, width_);
@@ -84,7 +86,7 @@ class Attend {
         // computed whole.
         turned_ = many && (item.shared || words_);
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
-        staged_ = turned_ || width_ != layer.head_dim || (sizeof(T) < 4 && many);
+        staged_ = turned_ || width_ != layer.head_dim || out_width_ != call.value_dim() || (sizeof(T) < 4 && many);
     }
 
     void run(float* partials, int64_t partial_size) {
@@ -108,9 +110,9 @@ class Attend {
         begin();
         for (int64_t i = 0; i < count; i++, partials += partial_size)
             for (int64_t row = 0; row < rows_; row++) {
-                const float* kept = partials + row * (width_ + 2);
-                float* joined = work_.joined + row * width_;
-                join(work_.most[row], work_.total[row], joined, kept[0], kept[1], kept + 2, width_);
+                const float* kept = partials + row * (out_width_ + 2);
+                float* joined = work_.joined + row * out_width_;
+                join(work_.most[row], work_.total[row], joined, kept[0], kept[1], kept + 2, out_width_);
             }
         end();
     }
@@ -124,7 +126,7 @@ class Attend {
 
     float* state_of(int64_t row) const {
         const int64_t group = call_.group(), head = item_.head * group + row % group;
-        return call_.states + ((item_.state + row / group) * call_.layer->num_heads + head) * (width_ + 2);
+        return call_.states + ((item_.state + row / group) * call_.layer->num_heads + head) * (out_width_ + 2);
     }
 
     void begin() {
@@ -132,7 +134,7 @@ class Attend {
         for (int64_t row = 0; row < rows_; row++) {
             const float* state = state_of(row);
             work_.most[row] = state[0], work_.total[row] = state[1];
-            std::memcpy(work_.joined + row * width_, state + 2, width_ * sizeof(float));
+            std::memcpy(work_.joined + row * out_width_, state + 2, out_width_ * sizeof(float));
         }
     }
 
@@ -141,7 +143,7 @@ class Attend {
         for (int64_t row = 0; row < rows_; row++) {
             float* state = state_of(row);
             state[0] = work_.most[row], state[1] = work_.total[row];
-            std::memcpy(state + 2, work_.joined + row * width_, width_ * sizeof(float));
+            std::memcpy(state + 2, work_.joined + row * out_width_, out_width_ * sizeof(float));
         }
     }
 
@@ -162,7 +164,7 @@ class Attend {
 
     void run_split(int64_t split) {
         for (int64_t row = 0; row < rows_; row++) work_.rows[row] = Row{NOTHING, vfloat{}};
-        std::fill(work_.out, work_.out + rows_ * width_, 0.0f);
+        std::fill(work_.out, work_.out + rows_ * out_width_, 0.0f);
         const int64_t first = std::max(first_, split * SPLIT), last = std::min(last_, (split + 1) * SPLIT);
         for (int64_t tile = first / TILE; tile * TILE < last; tile++) run_tile(tile);
     }
@@ -172,7 +174,9 @@ class Attend {
         const int first = int(std::max<int64_t>(first_ - base, 0)), last = int(std::min<int64_t>(last_ - base, TILE));
         locate(call_, item_, tile, first_, last_, true, values_);
         const int from = first / 4 * 4, groups = (last - from + 3) / 4;
-        const Ahead value_rows{reinterpret_cast<const char* const*>(values_), row_bytes()};
+        // The values of latents are read with the keys.
+        const bool apart = !call_.layer->value_dim;
+        const Ahead value_rows{apart ? reinterpret_cast<const char* const*>(values_) : nullptr, row_bytes()};
         if (words_) {
             score<Words>(reinterpret_cast<const float* const*>(keys_), width_ / 2, from, groups, value_rows);
         } else if (staged_) {
@@ -188,13 +192,14 @@ class Attend {
         if (more) locate(call_, item_, tile + 1, first_, last_, false, keys_);
         const Ahead next{more ? reinterpret_cast<const char* const*>(keys_) : nullptr, row_bytes()};
         if (staged_) {
-            const float* const* values = widen(values_, first, last, work_.values);
+            const float* const* values = apart || words_ ? widen_values(first, last) : from_keys(first, last);
             interleave(rows_, next, [&](int row, int count) {
                 const float* weights = work_.scores + row * TILE;
-                add_tile<Float32>(work_.out + row * width_, count, width_, weights, values, first, last, Ahead{});
+                float* const out = work_.out + row * out_width_;
+                add_tile<Float32>(out, count, out_width_, weights, values, first, last, Ahead{});
             });
         } else {
-            add_tile<F>(work_.out, rows_, width_, work_.scores, values_, first, last, next);
+            add_tile<F>(work_.out, rows_, out_width_, work_.scores, values_, first, last, next);
         }
     }
 
@@ -222,7 +227,7 @@ class Attend {
             how.last = int(std::clamp<int64_t>(position + 1 - base, 0, TILE));
             float* scores = work_.scores + row * TILE;
             if (how.first < how.last)
-                weigh(how, from, to, scores, work_.rows[row], work_.out + row * width_, width_);
+                weigh(how, from, to, scores, work_.rows[row], work_.out + row * out_width_, out_width_);
             else
                 std::fill(scores + from * VF, scores + to * VF, 0.0f);
         }
@@ -230,24 +235,41 @@ class Attend {
 
     // Rows [first, last) of a tile in float32, and pointers to them.
     const float* const* widen(const T* const* rows, int first, int last, float* to) {
+        return widen(rows, first, last, to, call_.layer->head_dim, width_);
+    }
+
+    const float* const* widen_values(int first, int last) {
+        return widen(values_, first, last, work_.values, call_.value_dim(), out_width_);
+    }
+
+    const float* const* widen(const T* const* rows, int first, int last, float* to, int64_t dim, int64_t width) {
         for (int i = first; i < last; i++) {
-            widen_row<F>(rows[i], call_.layer->head_dim, 1.0f, to + i * width_);
-            widened_[i] = to + i * width_;
+            widen_row<F>(rows[i], dim, 1.0f, to + i * width);
+            widened_[i] = to + i * width;
         }
+        return widened_;
+    }
+
+    // The values of latents whose keys are widened already. The last register of a value that does not fill it has
+    // numbers of the next key, which reach only the end of a row's sums that is not read.
+    const float* const* from_keys(int first, int last) {
+        const int64_t offset = call_.layer->head_dim - call_.value_dim();
+        float* const keys = turned_ ? work_.values : work_.keys;
+        for (int i = first; i < last; i++) widened_[i] = keys + i * width_ + offset;
         return widened_;
     }
 
     void join_split() {
         for (int64_t row = 0; row < rows_; row++)
-            join(work_.most[row], work_.total[row], work_.joined + row * width_, work_.rows[row].most,
-                 sum(work_.rows[row].sums), work_.out + row * width_, width_);
+            join(work_.most[row], work_.total[row], work_.joined + row * out_width_, work_.rows[row].most,
+                 sum(work_.rows[row].sums), work_.out + row * out_width_, out_width_);
     }
 
     void keep_split(float* partial) {
-        for (int64_t row = 0; row < rows_; row++, partial += width_ + 2) {
+        for (int64_t row = 0; row < rows_; row++, partial += out_width_ + 2) {
             partial[0] = work_.rows[row].most;
             partial[1] = sum(work_.rows[row].sums);
-            std::memcpy(partial + 2, work_.out + row * width_, width_ * sizeof(float));
+            std::memcpy(partial + 2, work_.out + row * out_width_, out_width_ * sizeof(float));
         }
     }
 
@@ -256,15 +278,15 @@ class Attend {
         const int64_t group = call_.group(), bytes = format_bytes(layer.query_format);
         for (int64_t row = 0; row < rows_; row++) {
             const int64_t token = token_of(row), head = item_.head * group + row % group;
-            float* out = work_.joined + row * width_;
+            float* out = work_.joined + row * out_width_;
             if (layer.sinks) {
-                std::fill(work_.out, work_.out + width_, 0.0f);
-                join(work_.most[row], work_.total[row], out, layer.sinks[head], 1.0f, work_.out, width_);
+                std::fill(work_.out, work_.out + out_width_, 0.0f);
+                join(work_.most[row], work_.total[row], out, layer.sinks[head], 1.0f, work_.out, out_width_);
             }
             const float factor = head_scale(layer.v_scale, item_.head) * F::FACTOR / work_.total[row];
-            for (int64_t d = 0; d < width_; d += VF) store(out + d, load<vfloat>(out + d) * factor);
-            narrow_row(layer.query_format, out, layer.head_dim, 1.0f,
-                       call_.out + (token * layer.num_heads + head) * layer.head_dim * bytes);
+            for (int64_t d = 0; d < out_width_; d += VF) store(out + d, load<vfloat>(out + d) * factor);
+            narrow_row(layer.query_format, out, call_.value_dim(), 1.0f,
+                       call_.out + (token * layer.num_heads + head) * call_.value_dim() * bytes);
         }
     }
 
@@ -273,7 +295,7 @@ class Attend {
     Call& call_;
     const Item& item_;
     Workspace& work_;
-    int64_t width_, rows_, first_, last_;
+    int64_t width_, out_width_, rows_, first_, last_;
     bool words_, turned_, staged_;
     float factor_ = 1;  // of the scores, unless the queries contain it
     const T* keys_[TILE];
@@ -354,7 +376,7 @@ class AttentionOperation final : public Operation {
   private:
     bool is_joints() const { return stage_ % 2; }
     const Work& work() const { return stage_ < 2 ? memory_->shared : memory_->own; }
-    int64_t partial_size() const { return work().block * memory_->call.group() * (memory_->call.width() + 2); }
+    int64_t partial_size() const { return work().block * memory_->call.group() * (memory_->call.out_width() + 2); }
 
     void prepare() {
         const QuireStep& step = *step_;
@@ -363,7 +385,7 @@ class AttentionOperation final : public Operation {
         call.out = out_, call.query = query_, call.token_stride = token_stride_, call.head_stride = head_stride_;
         call.cache = cache_, call.step = step_, call.layer = &layer_, call.error = 0;
         const int64_t used = std::min<int64_t>(step.query_start_loc[step.num_rows], step.num_tokens);
-        const int64_t token_bytes = layer_.num_heads * layer_.head_dim * format_bytes(layer_.query_format);
+        const int64_t token_bytes = layer_.num_heads * call.value_dim() * format_bytes(layer_.query_format);
         std::memset(out_ + used * token_bytes, 0, (step.num_tokens - used) * token_bytes);
         int64_t macs = 0;
         for (int64_t i = 0; i < step.num_rows; i++)
@@ -372,7 +394,7 @@ class AttentionOperation final : public Operation {
         const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
         memory_->shared.plan_prefixes(call, threads, memory_->place);
         memory_->own.plan_rows(call, threads, memory_->place);
-        const size_t states = call.sharing.size() * layer_.num_heads * (call.width() + 2);
+        const size_t states = call.sharing.size() * layer_.num_heads * (call.out_width() + 2);
         if (memory_->states.size() < states) memory_->states.resize(states);
         call.states = memory_->states.data();
         for (stage_ = 0; stage_ < 4; stage_ += 2) {
@@ -405,7 +427,7 @@ class AttentionOperation final : public Operation {
 
 }  // namespace
 
-// Computes attention into `out`, contiguous [num_tokens, num_heads, head_dim]; tokens after the last row's become zero.
+// Computes attention into `out`, contiguous [num_tokens, num_heads, value_dim]; tokens after the last row's become zero.
 // Returns 0 or an error code (structs.h), with undefined results. Each run of a plan reads the step; its
 // number of tokens must not change.
 QUIRE_API int64_t quire_attention(void* out, const void* query, int64_t token_stride, int64_t head_stride,

@@ -23,13 +23,14 @@ struct QuireLayer {
     const float* v_scale;
     int64_t num_heads, num_kv_heads, head_dim, num_blocks, cache_format, query_format;
     double scale, soft_cap;
+    int64_t value_dim;  // latents: values are the last value_dim numbers of the keys, and the cache has no others; 0: not
 };
 
 // The tokens to prepare: all in query_format, strides in elements, the last dimension contiguous.
 struct QuireTokens {
     void* query;       // [num_tokens, num_heads, head_dim], changed in place; null to leave queries unchanged
     const void* key;   // [num_tokens, num_kv_heads, head_dim], as value; null to write nothing
-    const void* value;
+    const void* value;  // null with latents
     const void* q_norm;  // [head_dim] in query_format, or null, as k_norm
     const void* k_norm;
     const void* table;         // [2, max_position, rotary_dim]: cosines, signed sines; null for no rotation

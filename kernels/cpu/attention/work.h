@@ -32,11 +32,13 @@ struct Call {
     const QuireStep* step;
     const QuireLayer* layer;
     std::vector<int32_t> sharing;   // tokens of shared items
-    float* states = nullptr;        // merged sums of their queries over the shared keys: [sharing, num_heads, width + 2]
+    float* states = nullptr;        // merged sums of their queries over the shared keys: [sharing, num_heads, out_width + 2]
     std::atomic<int64_t> error{0};
 
     int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
     int64_t width() const { return padded(layer->head_dim); }
+    int64_t value_dim() const { return layer->value_dim ? layer->value_dim : layer->head_dim; }
+    int64_t out_width() const { return padded(value_dim()); }
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }
     // Tokens of an item over a shared prefix: fewer if threads would wait for others.
     int64_t shared_tokens(int threads) const {

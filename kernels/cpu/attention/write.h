@@ -49,11 +49,11 @@ class Preparer {
         if (!tokens_.key || slot < 0) return 0;
         if (slot >= layer_.num_blocks * step_.block_size) return BAD_SLOT;
         const char* key = static_cast<const char*>(tokens_.key) + offset;
-        const char* value =
-            static_cast<const char*>(tokens_.value) + token * tokens_.value_token_stride * bytes;
+        const char* value = layer_.value_dim ? nullptr : static_cast<const char*>(tokens_.value) + token * tokens_.value_token_stride * bytes;
         for (int64_t head = 0; head < layer_.num_kv_heads; head++) {
             prepare(key + head * step, tokens_.k_norm ? k_norm_ : nullptr);
             narrow_row(layer_.cache_format, x_, layer_.head_dim, head_scale(layer_.k_scale, head), place(0, slot, head));
+            if (layer_.value_dim) continue;
             widen_row(layer_.query_format, value + head * tokens_.value_head_stride * bytes, layer_.head_dim, 1.0f, x_);
             narrow_row(layer_.cache_format, x_, layer_.head_dim, head_scale(layer_.v_scale, head), place(1, slot, head));
         }

@@ -89,6 +89,24 @@ struct LayerProduct {
     }
 };
 
+// Rows of several heads, each by its own panels of one layer. An input of the next head is head_stride further on.
+template <class T>
+struct HeadsProduct {
+    const Layer* layer;
+    const T* x;
+    long x_stride, head_stride;
+    int head_panels;
+
+    void operator()(int row, int row_end, int panel, int panel_end, const Sums& sums) const {
+        while (panel < panel_end) {
+            const int head = panel / head_panels, end = std::min(panel_end, (head + 1) * head_panels);
+            const Call<T> call{x + head * head_stride, x_stride, layer->packed, layer->inputs, sums};
+            run_layer(*layer, call, row, row_end, panel, end);
+            panel = end;
+        }
+    }
+};
+
 }  // namespace
 
 QUIRE_API int quire_has_float16() { return HAS_FLOAT16; }
@@ -120,4 +138,15 @@ QUIRE_API int quire_takes_bf16(const Layer* layer) {
 QUIRE_API void quire_linear_bf16(const Layer* layer, const uint16_t* x, long x_stride, void* out, int out_is_bf16,
                                  int rows) {
     multiply(LayerProduct<uint16_t>{layer, x, x_stride}, *layer, out, out_is_bf16, rows);
+}
+
+// As quire_linear, for a layer with head_panels panels for each head, which multiply that head's inputs.
+QUIRE_API void quire_head_products(const Layer* layer, const float* x, long x_stride, long head_stride, int head_panels,
+                                   void* out, int out_is_bf16, int rows) {
+    multiply(HeadsProduct<float>{layer, x, x_stride, head_stride, head_panels}, *layer, out, out_is_bf16, rows);
+}
+
+QUIRE_API void quire_head_products_bf16(const Layer* layer, const uint16_t* x, long x_stride, long head_stride,
+                                        int head_panels, void* out, int out_is_bf16, int rows) {
+    multiply(HeadsProduct<uint16_t>{layer, x, x_stride, head_stride, head_panels}, *layer, out, out_is_bf16, rows);
 }

@@ -174,6 +174,11 @@ class PackedLinear:
         """Number of the layout: a value of ``KINDS``, or MXFP4."""
         return int(self._layer.kind)
 
+    @property
+    def takes_bfloat16(self) -> bool:
+        """Whether bfloat16 rows are multiplied as they are."""
+        return self._takes_bfloat16
+
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Multiply ``[rows, inputs]``, rows may be strided: contiguous ``[rows, outputs]``.
 

@@ -139,7 +139,8 @@ def test_allocation_succeeds_for_all_groups_or_none() -> None:
 
 def test_unknown_group_kinds_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match="kind 'telepathy' is not supported; supported: full_attention, sliding_window"
+        ConfigError,
+        match="kind 'telepathy' is not supported; supported: full_attention, latent_attention, sliding_w",
     ):
         KVCacheManager(layout_of("telepathy"), 9, True)
 

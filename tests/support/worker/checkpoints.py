@@ -105,6 +105,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
     "flex_olmo": ("FlexOlmo", {"num_experts": 6, "num_experts_per_tok": 3}),
 }
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
+ROUTED: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+"""Sizes of latent attention, and of experts in groups."""
+FAMILIES |= {
+    "deepseek_v2": ("DeepseekV2", LATENTS | ROUTED | {"topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", LATENTS | ROUTED),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENTS | ROUTED | {"n_group": 1, "topk_group": 1, "q_lora_rank": None}),
+    "minicpm3": ("MiniCPM3", LATENTS | {"num_hidden_layers": 3, "dim_model_base": 16, "head_dim": 4}),
+    "glm4_moe": ("Glm4Moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
+    "dots1": ("Dots1", ROUTED | {"head_dim": 8, "sliding_window": 8, "max_window_layers": 1}),
+}
 FAMILIES["vaultgemma"] = ("VaultGemma", FAMILIES["gemma2"][1])
 FAMILIES["granitemoe"] = ("GraniteMoe", FAMILIES["granite"][1] | FAMILIES["mixtral"][1])
 FAMILIES["gemma3_vision"] = ("Gemma3Vision", FAMILIES["gemma3"][1])
@@ -158,7 +186,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
         torch.manual_seed(seed)
         model = _new_model(name, TINY | settings | overrides).eval()
     with torch.no_grad():
-        for key, weight in model.named_parameters():
+        for key, weight in [*model.named_parameters(), *model.named_buffers()]:
             if key.endswith(("bias", "norm.weight", "sinks")):
                 weight.add_(torch.empty(weight.shape).normal_(0.0, 0.2, generator=generator))
             if family == "gpt_oss" and key.endswith("gate_up_proj"):

@@ -10,7 +10,10 @@ from quire.worker_proc.attention.supports import Supports
 
 
 class DenseBackend:
-    """An ``AttentionBackend`` row by row, in float32. Cache of a layer: ``[2, blocks, block_size, heads, dim]``."""
+    """An ``AttentionBackend`` row by row, in float32. Cache of a layer: ``[2, blocks, block_size, heads, dim]``.
+
+    Latents have ``[1, ..]``.
+    """
 
     name = "dense"
     needs_host_lengths = True
@@ -37,18 +40,19 @@ class DenseBackend:
         spec: AttentionSpec,
     ) -> torch.Tensor:
         flat = kv_cache.flatten(1, 2)
-        if key is not None and value is not None:
-            kept = plan.slot_mapping >= 0
-            flat[0, plan.slot_mapping[kept]] = key[kept].to(flat.dtype)
-            flat[1, plan.slot_mapping[kept]] = value[kept].to(flat.dtype)
-        out = torch.zeros_like(query)
+        kept = plan.slot_mapping >= 0
+        for part, rows in zip(flat, [rows for rows in (key, value) if rows is not None], strict=False):
+            part[plan.slot_mapping[kept]] = rows[kept].to(flat.dtype)
+        width = spec.value_dim or spec.head_dim
+        out = query.new_zeros(*query.shape[:2], width)
         starts = plan.query_start_loc.tolist()
         for row in range(plan.num_rows):
             first, total = int(plan.first_visible[row]), int(plan.seq_lens_cpu[row])
             seen = torch.arange(first, total)
             slots = plan.block_table[row][seen // plan.block_size].long() * plan.block_size + seen % plan.block_size
             own = slice(starts[row], starts[row + 1])
-            out[own] = _row(query[own].float(), flat[0, slots].float(), flat[1, slots].float(), seen, plan, spec)
+            values = flat[-1, slots][..., -width:].float()
+            out[own] = _row(query[own].float(), flat[0, slots].float(), values, seen, plan, spec)
         return out
 
 

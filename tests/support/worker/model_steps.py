@@ -36,7 +36,8 @@ class Rows:
 
     def _shape(self, layer: int, num_blocks: int) -> tuple[int, ...]:
         shape = self.model.attention_shape(layer)
-        return self.backend.kv_cache_shape(num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        _, *rest = self.backend.kv_cache_shape(num_blocks, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        return (1 if shape.value_dim else 2, *rest)
 
     def step(self, tokens: dict[int, torch.Tensor], **asked: Any) -> dict[int, torch.Tensor]:
         """Run the next tokens of some rows; return their logits by row, ``[tokens, vocab]`` each."""

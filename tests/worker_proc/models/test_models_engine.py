@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
 FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
 """Families and their numbers of KV groups."""
 
-OTHER_GROUPS = {"vaultgemma": 2, "ministral": 4, "cwm": 4, "olmo3": 4, "exaone4": 4}
+OTHER_GROUPS = {"dots1": 3, "vaultgemma": 2, "ministral": 4, "cwm": 4, "olmo3": 4, "exaone4": 4}
 OTHER_FAMILIES = sorted(checkpoints.FAMILIES.keys() - FAMILIES.keys() - {"gemma3_vision"})
 KERNEL_BLOCKS, DEVICE_SLOTS = "kernel blocks of 4", "slots as a GPU computes them"
 

@@ -88,7 +88,8 @@ def greedy(model: Any) -> list[list[int]]:
 
 
 def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
-    return InProcessEngine(folder, **({"block_size": 8, "max_model_len": 128, "num_blocks_override": 64} | settings))
+    common = {"model_impl": "transformers", "block_size": 8, "max_model_len": 128, "num_blocks_override": 64}
+    return InProcessEngine(folder, **(common | settings))
 
 
 def check_greedy(engine: InProcessEngine, model: Any) -> None:
@@ -118,7 +119,7 @@ def test_draft_models(target: str, draft: str, checkpoint: Checkpoint) -> None:
     chosen = SpeculativeConfig(
         method="draft_model", model=read_model(draft_folder), model_path=str(draft_folder), adaptive=False
     )
-    engine = engine_of(folder, speculative=chosen, num_speculative_tokens=3)
+    engine = engine_of(folder, model_impl="auto", speculative=chosen, num_speculative_tokens=3)
     check_greedy(engine, model)
     found = engine.statistics()
     assert found.num_draft_tokens > 0 and (found.num_accepted_tokens > 0 or target != draft)
@@ -194,7 +195,7 @@ def test_adapters(family: str, names: list[str], checkpoint: Checkpoint, tmp_pat
     """Two adapters and none, in the same steps."""
     folder, model = checkpoint(family)
     tuned = [make_peft_adapter(model, tmp_path / str(n), seed=n, target_modules=names) for n in (1, 2)]
-    runner = AdapterRunner(folder, model=read_model(folder))
+    runner = AdapterRunner(folder, model=read_model(folder, "transformers"))
     for number in (1, 2):
         assert runner.load(tmp_path / str(number), number, number - 1).problem == ""
     answers = runner.generate([(PROMPTS[0], number) for number in (0, 1, 2)], 10)
@@ -207,14 +208,14 @@ def test_quantised_checkpoints(form: str, tmp_path: Path) -> None:
     make_tiny(tmp_path / "source", "cohere", hidden_size=64, intermediate_size=96)
     plain, folder = quantise_checkpoint(tmp_path / "source", tmp_path, FORMATS[form]()), tmp_path / "packed"
     stored = stored_tensors(folder, renamed=False)
-    engine = engine_of(folder, model=with_stored_format(folder, stored, read_model(folder)))
+    engine = engine_of(folder, model=with_stored_format(folder, stored, read_model(folder, "transformers")))
     check_greedy(engine, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval())
 
 
 @pytest.mark.parametrize("family", ["cohere", "deepseek_v3"])
 def test_weights_rounded_at_the_start(family: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path, family)
-    measured = read_model(tmp_path)
+    measured = read_model(tmp_path, "transformers")
     assert measured.transformers is not None
     engine = engine_of(tmp_path, model=msgspec.structs.replace(measured, weight_format=online_format("int8")))
     for name in measured.transformers.linears:
