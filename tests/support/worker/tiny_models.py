@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 LAYERS = 4
 VOCAB = 128
 TRIALS = 12
-PROMPT_LENGTHS = (5, 21, 40)
+PROMPT_LENGTHS = (5, 21, 70)
 NUM_TOKENS = 8
 PROMPT_TOKENS = (3, 100)
 """Bounds of the tokens of prompts. Those below and above are padding, ends, and the ids of images."""

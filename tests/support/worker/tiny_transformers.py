@@ -74,11 +74,60 @@ than values and joined experts; queries, keys and values in one tensor of the ch
 read another layer's keys."""
 
 
+MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 16, "num_key_value_heads": 2}
+DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 4}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_next": DELTA | EXPERTS | {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": DELTA,
+    "granitemoehybrid": MAMBA
+    | {
+        "mamba_d_head": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M-M*",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "ssm_state_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+    },
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 32, "mamba_d_head": 8},
+    "lfm2": {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention", "conv"]},
+    "kimi_linear": MLA
+    | EXPERTS
+    | {
+        "q_lora_rank": None,
+        "num_experts_per_token": 2,
+        "pad_token_id": 0,
+        "linear_num_heads": 2,
+        "linear_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+}
+"""With recurrent states. In order: gated delta rule with experts, without; state space with experts, and a dense layer
+in between; state space and attention in one layer; a convolution alone; Kimi's delta and latent attention."""
+
+
 def tiny_config(family: str, **changes: Any) -> Any:
     """Return the config object of a family, by its ``model_type``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family](**(SIZES | FAMILIES.get(family, {}) | changes))
+    return CONFIG_MAPPING[family](**(SIZES | FAMILIES.get(family, HYBRIDS.get(family, {})) | changes))
 
 
 def make_tiny(folder: Path, family: str, **changes: Any) -> Any:

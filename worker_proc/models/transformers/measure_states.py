@@ -115,7 +115,7 @@ def measured_states(
         if not noted.states:
             continue
         if len(args) > 1 or any(isinstance(value, torch.Tensor | tuple | list) for value in others.values()):
-            raise Unservable(f"gives {path}, which keeps a state, further tensors")
+            raise Unservable(f"gives further tensors to {path}, which keeps a state")
         if not isinstance(result, torch.Tensor) or result.shape[:-1] != hidden.shape[:-1]:
             raise Unservable(f"has a {type(module).__name__}, which returns more than its rows")
         for layer in noted.layers:
@@ -148,7 +148,7 @@ def _call_alone(module: torch.nn.Module, hidden: torch.Tensor, others: dict[str,
     called = StateModule.of(alone)
     try:
         return noted, called.forward(rows, **others, **{called.cache: noted})
-    except (NotImplementedError, RuntimeError, ValueError):
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return _Noted(), None
 
 
@@ -177,6 +177,6 @@ def _require_continuing(
             torch.cat(parts, 1), wanted, rtol=_TOLERANCE, atol=_TOLERANCE * float(wanted.abs().max())
         ):
             raise Unservable(
-                f"has a {type(module).__name__}, which continues a state by one token only, and not by several: "
-                f"prompts could not be cut into chunks"
+                f"has layers that continue a state by one token only, so that prompts could not be cut into chunks "
+                f"({type(module).__name__})"
             )

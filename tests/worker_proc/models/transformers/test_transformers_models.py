@@ -104,7 +104,7 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
         (
             "jamba",
             {"attn_layer_period": 3, "attn_layer_offset": 1, "num_key_value_heads": 4, "num_experts": 1},
-            "has a JambaMambaMixer, which continues a state by one token only",
+            "has layers that continue a state by one token only",
         ),
         ("bloom", {}, "is a BloomForCausalLM, whose code has no interface for attention"),
         ("bamba", {"time_step_limit": [0.0, float("inf")], "mamba_n_heads": 8}, "does not call attention"),

@@ -1,0 +1,172 @@
+"""Models of transformers with recurrent states: tokens are those of transformers, whatever happens to a request."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from checkpoints import greedy_tokens
+from inprocess import InProcessEngine
+from tiny_transformers import HYBRIDS, make_tiny, tiny_config
+
+from quire.launch.config import measured_layouts
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.worker_proc.models.transformers import measure as measuring
+
+pytestmark = pytest.mark.full
+
+NUM_TOKENS = 16
+PROMPTS = [[3 + (7 * i + 11 * n) % 90 for i in range(n)] for n in (5, 21, 70)]
+PROMPTS += [PROMPTS[2] + PROMPTS[1], 2 * PROMPTS[2]]
+"""The last two begin with the third: their states branch at position 64."""
+DRAFTS = {
+    "num_speculative_tokens": 3,
+    "speculative": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
+    "max_num_batched_tokens": 64,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks of 24": {},
+    "whole prompts": {"max_num_batched_tokens": 512, "enable_prefix_caching": False},
+    "drafts": DRAFTS,
+    "preempted": {"num_blocks_override": 13},
+    "drafts, preempted": DRAFTS | {"num_blocks_override": 13},
+    "one slot": {"state_slots": 1},
+    "synchronous, five slots": {"async_scheduling": False, "state_slots": 5},
+}
+
+
+def measured(settings: str) -> MeasuredConfig | Refused:
+    return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_process() -> Any:
+    """Measure in this process, which has imported transformers already, and keep nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measured_layouts, "_measure", lambda path, settings: measured(settings))
+        patch.setattr(measured_layouts, "_kept_file", lambda key: None)
+        yield
+
+
+Made = tuple[Path, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """Return a factory of folders with tiny checkpoints, and of transformers' tokens after the prompts."""
+
+    @functools.cache
+    def make(family: str) -> Made:
+        folder = tmp_path_factory.mktemp(family)
+        model = make_tiny(folder, family)
+        return folder, [greedy_tokens(model, [prompt], NUM_TOKENS)[0] for prompt in PROMPTS]
+
+    return make
+
+
+def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
+    given = {"block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    return InProcessEngine(folder, **(given | {"num_blocks_override": 64} | settings))
+
+
+def propose_answers(engine: InProcessEngine, answers: list[list[int]]) -> None:
+    """Propose the right tokens, and at some lengths wrong ones: small random models repeat nothing."""
+    batch = engine.runner.batch
+
+    def propose(wanted: dict[int, int]) -> dict[int, list[int]]:
+        found = {}
+        for row, count in wanted.items():
+            known = batch.tokens.data[row, : batch.num_known[row]].tolist()
+            text = next(p + a for p, a in zip(PROMPTS, answers, strict=True) if (p + a)[: len(known)] == known)
+            found[row] = text[len(known) :][:count]
+            for every, place in ((3, 1), (5, 0)):
+                if len(known) % every == 0 and len(found[row]) > place:
+                    found[row][place] = (found[row][place] + 1) % 97
+        return found
+
+    engine.runner._proposer.propose = propose  # type: ignore[union-attr, method-assign, assignment]
+
+
+def check_turns(engine: InProcessEngine, wanted: list[list[int]], turns: int = 2) -> None:
+    for turn in range(turns):
+        for index, prompt in enumerate(PROMPTS):
+            engine.add(f"{turn}.{index}", prompt, max_tokens=NUM_TOKENS)
+        answers = engine.run()
+        assert [answers[f"{turn}.{index}"].tokens for index in range(len(PROMPTS))] == wanted, f"turn {turn}"
+
+
+@pytest.mark.parametrize(
+    "family, way", [*((family, "chunks of 24") for family in HYBRIDS), *(("qwen3_next", way) for way in [*WAYS][1:])]
+)
+def test_greedy_tokens(family: str, way: str, checkpoint: Callable[[str], Made]) -> None:
+    """The second turn finds states at the last multiple of 64 of each prompt, in every family."""
+    folder, wanted = checkpoint(family)
+    engine = engine_of(folder, **WAYS[way])
+    if "drafts" in way:
+        propose_answers(engine, wanted)
+    check_turns(engine, wanted)
+    cached = [engine.answers[f"1.{index}"].num_cached_tokens for index in range(len(PROMPTS))]
+    assert cached == [0, 0, 64, 64, 128] or "chunks" not in way
+    statistics = engine.statistics()
+    assert statistics.num_preemptions > 0 or "preempted" not in way
+    assert 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens or "drafts" not in way
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "lfm2", "nemotron_h"])
+def test_all_at_once(family: str, checkpoint: Callable[[str], Made]) -> None:
+    """Drafts, the prefix cache, chunks, preemption, and new workers in mid-answer."""
+    folder, wanted = checkpoint(family)
+    engine = engine_of(folder, **WAYS["drafts, preempted"])
+    propose_answers(engine, wanted)
+    check_turns(engine, wanted, turns=1)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add(f"again {index}", prompt, max_tokens=NUM_TOKENS)
+    while len(engine.answers["again 2"].tokens) < 4:
+        engine.step()
+    engine.scheduler.begin_worker_epoch(new_workers=True)
+    while engine.to_scheduler.receive() is not None:  # steps that died with the workers
+        pass
+    engine.runner.begin_worker_epoch(engine.scheduler.last_step)
+    for tensor in engine.runner.states.pool.tensors:  # type: ignore[union-attr]
+        tensor.fill_(torch.nan)  # of the new workers, which have none of the old ones' states
+    answers = engine.run()
+    assert [answers[f"again {index}"].tokens for index in range(len(PROMPTS))] == wanted
+
+
+def test_beams_copy_states(checkpoint: Callable[[str], Made], tmp_path: Path) -> None:
+    model = make_tiny(tmp_path, "qwen3_5_text")
+    engine = engine_of(tmp_path)
+    engine.add("0", PROMPTS[1], max_tokens=8, use_beam_search=True, beam_width=3)
+    ids = torch.tensor([PROMPTS[1]])
+    given = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    with torch.inference_mode():
+        wanted = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **given)
+    assert [each.tokens for each in engine.run()["0"].hypotheses] == wanted[:, len(PROMPTS[1]) :].tolist()
+
+
+def test_states_follow_the_dtype_unless_they_are_wider() -> None:
+    found = measured(tiny_config("qwen3_5_text").to_json_string(use_diff=False))
+    assert isinstance(found, MeasuredConfig) and len(found.layers) == 1
+    first = [(state.module, state.kind, state.shape, state.dtype) for state in found.states[:2]]
+    assert first == [
+        ("model.layers.0.linear_attn", "conv", (64, 4), ""),
+        ("model.layers.0.linear_attn", "recurrent", (4, 8, 8), "float32"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"state_slots": 10**9}, "recurrent states .* MiB .lower --state-slots"),
+        ({"kv_cache_memory_bytes": 1, "num_blocks_override": 0}, "memory does not suffice"),
+    ],
+)
+def test_memory_that_does_not_suffice(
+    settings: dict[str, Any], message: str, checkpoint: Callable[[str], Made]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_of(checkpoint("lfm2")[0], **settings)
