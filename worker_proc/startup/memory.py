@@ -74,7 +74,8 @@ def plan_memory(
         others = usable - usable // config.sharing(rank)[1]  # other engines start at the same time
         default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left - others, block_bytes)
         pool = (config.kv_cache_memory_bytes or max(default, 0)) - fixed_states
-        num_slots = _state_slots(config, layout, pool // 2, pool - 2 * block_bytes)
+        most_states = min(max(pool * 3 // 4, slot_bytes), pool - 2 * block_bytes)
+        num_slots = _state_slots(config, layout, pool // 2, most_states)
         num_blocks = (pool - num_slots * slot_bytes) // block_bytes
     kv_cache, states = num_blocks * block_bytes, fixed_states + num_slots * slot_bytes
     if num_blocks < 2 or (slot_bytes and not num_slots) or kv_cache + states > left:
@@ -104,8 +105,8 @@ def _state_slots(config: EngineConfig, layout: KVLayout, wanted_bytes: int, most
     """Return the number of slots of recurrent states without slot 0: that of the flag, or one chosen from memory.
 
     States get as many bytes as blocks, but at least two slots for each request of a step: one that it computes in, and
-    one for the prefix cache. More than one for each part of the blocks in which the prefix cache may keep one are never
-    used.
+    one for the prefix cache; in a small pool blocks keep a quarter. Slots are never used beyond one for each position
+    of the blocks at which the prefix cache may keep a state.
 
     Args:
         wanted_bytes: of the states, for equal shares.

@@ -13,7 +13,7 @@ from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.implementation import read_model
 from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, Refused
+from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, MeasuredState, Refused
 from quire.protocol.process.helper import HelperDied
 
 LLAMA = {
@@ -215,6 +215,30 @@ def test_the_table_of_features_is_what_happens(tmp_path: Path, measured: list[st
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     rows = [f"| {name} | {outcome(tmp_path, given)} |" for name, given in FEATURES.items()]
     assert "\n".join(["| feature | |", "|---|---|", *rows, ""]) in text
+
+
+STATE = MeasuredState(module="layers.1.mixer", kind="conv", index=0, shape=(3, 4), dtype="")
+
+
+@pytest.mark.parametrize(
+    "flags, refused",
+    [
+        ({"cpu_offload_bytes": 2**20}, "--cpu-offload-bytes cannot be used with a model with recurrent states"),
+        ({"enable_lora": True}, "--enable-lora cannot be used with a model with recurrent states"),
+        ({"state_slots": 4}, ""),
+        ({"state_slots": -1}, "--state-slots must be from 0 to"),
+    ],
+)
+def test_what_is_refused_for_recurrent_states(
+    flags: dict[str, Any], refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = msgspec.structs.replace(LAYOUT, states=[STATE])
+    monkeypatch.setattr(implementation, "measured_layout", lambda *given: layout)
+    assert (outcome(tmp_path, flags).partition(": ")[2])[: len(refused) or None] == refused
+
+
+def test_slots_of_states_need_states(tmp_path: Path, measured: list[str]) -> None:
+    assert "--state-slots cannot be used with a model without recurrent states" in outcome(tmp_path, {"state_slots": 4})
 
 
 def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measured: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import StateTensor, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process import host_limits
 from quire.protocol.wire.worker_messages import MemoryPlan
@@ -105,6 +105,42 @@ def test_bytes_and_blocks_can_be_set() -> None:
     assert plan(kv_cache_memory_bytes=10 * BLOCK + 5).num_blocks == 10
     assert plan(num_blocks_override=10).num_blocks == 11, "the null block is added"
     assert plan(num_blocks_override=7, kv_cache_memory_bytes=100 * BLOCK).num_blocks == 8
+
+
+STATES = msgspec.structs.replace(LAYOUT, states=[StateTensor("0", "recurrent 0", (MIB // 4 - 1,), "float32")])
+"""Slots of a MiB."""
+
+
+def plan_states(**settings: Any) -> MemoryPlan:
+    return plan_memory(msgspec.structs.replace(CONFIG, **settings), STATES, 10 * MIB, CPU)
+
+
+@pytest.mark.parametrize(
+    "settings, slots, blocks",
+    [
+        ({"kv_cache_memory_bytes": 65 * MIB}, 32, 32 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 13 * MIB}, 8, 4 * MIB // BLOCK),  # two for each of four requests
+        ({"kv_cache_memory_bytes": 9 * MIB}, 6, 2 * MIB // BLOCK),  # a quarter stays for blocks
+        ({"kv_cache_memory_bytes": 2 * MIB + 2 * BLOCK}, 1, 2),
+        ({"num_blocks_override": 64}, 8, 65),
+        ({"num_blocks_override": 1280}, 10, 1281),
+        ({"num_blocks_override": 64, "state_slots": 3}, 3, 65),
+        ({"kv_cache_memory_bytes": 65 * MIB, "state_slots": 3}, 3, 61 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 77 * MIB, "num_speculative_tokens": 3}, 32, 32 * MIB // BLOCK),
+    ],
+)
+def test_slots_of_states_are_a_part_of_the_pool(settings: dict[str, Any], slots: int, blocks: int) -> None:
+    """Besides, there are slot 0, and as many as drafts of a step."""
+    made = plan_states(**settings)
+    drafts = 4 * settings.get("num_speculative_tokens", 0)
+    assert (made.num_slots - 1, made.num_blocks, made.states) == (slots, blocks, (slots + 1 + drafts) * MIB)
+    assert made.kv_cache == blocks * BLOCK and plan().states == plan().num_slots == 0
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_memory_bytes": 2 * MIB + BLOCK}, {"state_slots": 10**6}])
+def test_less_memory_than_a_slot_and_a_block_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"recurrent states \d+ MiB \(lower --state-slots or --max-num-seqs\)"):
+        plan_states(**settings)
 
 
 def test_activations_cover_logits_and_mlp() -> None:
