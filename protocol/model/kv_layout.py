@@ -20,6 +20,10 @@ STATE_GRID = 64
 """Tokens between the positions at which states may be kept: the chunk in which gated delta rules and state space models
 are computed. A chunk that begins elsewhere rounds 10 to 25 times worse."""
 
+STATE_SHARE = 0.2
+"""Part of the pool's memory for slots of states, which has the most hits of the prefix cache on recorded traces: a few
+per cent more or less cost some, and half costs a third."""
+
 STATE_ALIGNMENT = 64
 """Each tensor of a slot begins at a multiple of this many bytes."""
 
@@ -113,6 +117,16 @@ class KVLayout(msgspec.Struct, frozen=True):
     def state_grid(self) -> int:
         """Tokens: states are kept for later requests at multiples of it, which are ends of blocks. 0 without states."""
         return lcm(self.state_chunk, self.block_size) if self.states else 0
+
+    def num_slots(self, num_bytes: float, max_num_seqs: int) -> int:
+        """Return the number of slots for which a pool of this size is best divided, without slot 0.
+
+        At least two for each request of a step: one that it computes in, and one for the prefix cache. More than one
+        for each part of the blocks that may have a checkpoint are never used.
+        """
+        kept = int(num_bytes // self.block_bytes) * self.block_size // self.state_grid
+        share = int(num_bytes * STATE_SHARE // self.slot_bytes)
+        return max(2 * max_num_seqs, min(share, max_num_seqs + kept))
 
     @property
     def block_size(self) -> int:

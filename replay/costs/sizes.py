@@ -1,6 +1,7 @@
 """Memory for a model's weights and activations, derived from its shape."""
 
-from quire.protocol.model.kv_layout import DTYPE_BYTES
+from quire.protocol.config import EngineConfig
+from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
 from quire.protocol.model.model_config import ModelConfig
 
 MAX_STEP_TOKENS = 8192
@@ -86,3 +87,10 @@ def _expert_weights(model: ModelConfig) -> int:
     if model.moe is None:
         return 0
     return expert_layers(model) * model.moe.num_experts * 3 * model.hidden_size * model.moe.intermediate_size
+
+
+def simulated_slots(config: EngineConfig, layout: KVLayout, pool_bytes: int) -> int:
+    """Return the slots of recurrent states beside a pool of this size, slot 0 included; 0 for models without."""
+    if not layout.states:
+        return 0
+    return 1 + (config.state_slots or layout.num_slots(pool_bytes, config.max_num_seqs))

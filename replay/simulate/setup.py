@@ -22,6 +22,7 @@ from quire.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.models import find_model
+from quire.replay.costs.sizes import simulated_slots
 from quire.replay.simulate.setting_values import parse_setting
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
 
@@ -96,6 +97,11 @@ class Setup:
     enable_expert_parallel: bool = False
     engine_paces: list[float] = field(default_factory=list)
     hiccups_per_minute: float = 0.0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of recurrent states, slot 0 included; 0 for models without."""
+        return simulated_slots(self.config, self.layout, self.num_usable_blocks * self.layout.block_bytes)
 
     def pace(self, engine: int) -> float:
         return self.engine_paces[engine % len(self.engine_paces)] if self.engine_paces else 1.0
@@ -292,7 +298,8 @@ def _num_usable_blocks(
         return min(config.num_blocks_override, MAX_USABLE_BLOCKS)
     known = config.kv_cache_memory_bytes or (cost.kv_bytes if cost is not None else 0)
     block_bytes = layout.rank_block_bytes(config.tensor_parallel_size) * config.tensor_parallel_size
-    number = _fitting(known or DEFAULT_KV_BYTES, block_bytes)
+    pool = known or DEFAULT_KV_BYTES
+    number = _fitting(pool - simulated_slots(config, layout, pool) * layout.slot_bytes, block_bytes)
     if not known:
         notes.append(f"num_usable_blocks is {number}, the default of {DEFAULT_KV_BYTES // 2**30} GiB")
     return number

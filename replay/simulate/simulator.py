@@ -92,6 +92,7 @@ class Simulator:
             policies=setup.policies,
             num_host_pages=tiers.num_host_pages,
             num_disk_pages=tiers.num_disk_pages,
+            num_slots=setup.num_slots,
             kv_events=kv_events,
         )
         self._copies = TierCopies(self.scheduler, tiers)

@@ -34,6 +34,7 @@ from quire.protocol.wire.worker_messages import (
 from quire.replay.costs.adapter_clock import AdapterClock
 from quire.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
+from quire.replay.costs.sizes import simulated_slots
 from quire.replay.simulate.simulated_runner import SimulatedRunner, SimulatedStep
 
 log = event_logger("worker")
@@ -125,7 +126,8 @@ class SimulatedWorker:
             num_blocks = configure.num_blocks or plan.num_blocks
             # One process simulates all ranks, so its pages have the parts of all.
             size = page_bytes(configure.kv_layout, self._num_ranks) * self._num_ranks
-            self._channel.send(Ready([num_blocks] * len(configure.kv_layout.groups), plan, {}, size))
+            pools = [num_blocks] * len(configure.kv_layout.groups)
+            self._channel.send(Ready(pools, plan, {}, size, num_slots=configure.num_slots or plan.num_slots))
             self._steps(SimulatedRunner(configure.config))
         except Superseded:
             return
@@ -238,7 +240,8 @@ def plan_pool(config: EngineConfig, layout: KVLayout, cost: CostModel, num_ranks
             f"raise --kv-cache-memory-bytes or set --num-gpu-blocks-override"
         )
     kv_cache = num_blocks * layout.block_bytes
-    return MemoryPlan("simulated", kv_cache, 0, 0, kv_cache, num_blocks, config.block_size)
+    num_slots = simulated_slots(config, layout, kv_cache)
+    return MemoryPlan("simulated", kv_cache, 0, 0, kv_cache, num_blocks, config.block_size, num_slots=num_slots)
 
 
 def main() -> None:

@@ -241,6 +241,13 @@ class BlockPool:
         if stored and self.events is not None:
             self.events.stored(stored, self.medium)
 
+    def evict_first(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let free blocks be reused before all others, although they have contents; others are ignored."""
+        self.num_changes += 1
+        free = [block for block in blocks if block.ref_cnt == 0]
+        self.free_block_queue.remove_n(free)
+        self.free_block_queue.prepend_n(free)
+
     def invalidate(self, key: bytes) -> list[KVCacheBlock]:
         """Remove this key: its blocks may hold wrong content, which must not be found again. Returns the blocks."""
         self.num_changes += 1

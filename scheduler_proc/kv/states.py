@@ -34,12 +34,14 @@ class _Copy:
     Attributes:
         is_ready: the source has its content before the step being planned.
         key: under which the target is found as soon as the copy was sent; None if it belongs to a request.
+        supersedes: the source is evicted first from then on.
     """
 
     source: KVCacheBlock
     target: KVCacheBlock
     is_ready: bool
     key: bytes | None = None
+    supersedes: bool = False
 
 
 class StateSlots:
@@ -50,6 +52,10 @@ class StateSlots:
     than checkpoints did, because other prompts will branch there too; and in a decode at the newest one, for the next
     turn of a conversation. To keep more costs hits: each checkpoint evicts another one, and is as large as thousands of
     tokens. A prefill must therefore end a chunk at such a position (``next_stop``).
+
+    They are evicted by the tokens that each saves: one from which a request has gone on to a later one saves only the
+    distance between them to those who can use both, so it goes first, unless several requests have begun from it. Which
+    of two comes first is otherwise decided by their last use.
 
     Attributes:
         grid: tokens.
@@ -78,6 +84,8 @@ class StateSlots:
         self._newest: dict[int, tuple[KVCacheBlock, bytes]] = {}
         """By handle: the last checkpoint of its decode, and the name."""
         self._copies: list[_Copy] = []
+        self._shared: set[int] = set()
+        """Slots with a checkpoint from which a request has begun, or where prompts branch."""
 
     def slot(self, handle: int) -> int:
         """Return the slot of a running request."""
@@ -108,9 +116,11 @@ class StateSlots:
             self.pool.invalidate(self._key(request.block_hashes, num_computed))
             self._working[request.handle] = hit
             return
-        self._working[request.handle] = slot = self.pool.get_new_blocks(1)[0]
+        self._working[request.handle] = slot = self._new_slot()
         if hit is not None:
-            self._copies.append(_Copy(hit, slot, is_ready=True))
+            supersedes = bool(self._stops[request.handle]) and hit.block_id not in self._shared
+            self._shared.add(hit.block_id)
+            self._copies.append(_Copy(hit, slot, is_ready=True, supersedes=supersedes))
 
     def stops(self, request: StateRequest, num_computed: int) -> list[int]:
         """Return where the prefill of a request that begins at ``num_computed`` takes checkpoints."""
@@ -140,9 +150,11 @@ class StateSlots:
         if target is None:
             if not self.pool.num_free_blocks:
                 return
-            target = self.pool.get_new_blocks(1)[0]
+            target = self._new_slot()
         if decodes:
             self._newest[handle] = target, key
+        elif at != stops[-1]:
+            self._shared.add(target.block_id)
         self._copy(handle, target, is_ready=True, key=key)
 
     def fork(self, parent: int, child: int, *, is_written: bool) -> None:
@@ -151,7 +163,7 @@ class StateSlots:
         ``is_written``: whether the parent's state is the one of the child before the step being planned; otherwise it
         is after that step.
         """
-        self._working[child], self._stops[child] = self.pool.get_new_blocks(1)[0], []
+        self._working[child], self._stops[child] = self._new_slot(), []
         self._copy(parent, self._working[child], is_ready=is_written)
 
     def awaits_copy(self, handle: int) -> bool:
@@ -166,6 +178,7 @@ class StateSlots:
             copy.is_ready = True
         for copy in taken:
             self._release(copy)
+        self.pool.evict_first([copy.source for copy in taken if copy.supersedes])
         return [(copy.source.block_id, copy.target.block_id) for copy in taken]
 
     def free(self, handle: int) -> None:
@@ -213,6 +226,11 @@ class StateSlots:
     def _key(self, block_hashes: Sequence[bytes], at: int) -> bytes:
         return block_hashes[at // self.grid * self._hashes - 1]
 
+    def _new_slot(self) -> KVCacheBlock:
+        slot = self.pool.get_new_blocks(1)[0]
+        self._shared.discard(slot.block_id)
+        return slot
+
     def _superseded(self, handle: int) -> KVCacheBlock | None:
         """Take back the last checkpoint of a decode, unless others use it; None if there is none."""
         slot, key = self._newest.get(handle, (None, b""))
@@ -220,6 +238,7 @@ class StateSlots:
             return None
         self.pool.touch((slot,))
         self.pool.invalidate(key)
+        self._shared.discard(slot.block_id)
         return slot
 
     def _copy(self, handle: int, target: KVCacheBlock, *, is_ready: bool, key: bytes | None = None) -> None:

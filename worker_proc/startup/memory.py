@@ -75,7 +75,7 @@ def plan_memory(
         default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left - others, block_bytes)
         pool = (config.kv_cache_memory_bytes or max(default, 0)) - fixed_states
         most_states = min(max(pool * 3 // 4, slot_bytes), pool - 2 * block_bytes)
-        num_slots = _state_slots(config, layout, pool // 2, most_states)
+        num_slots = _state_slots(config, layout, pool, most_states)
         num_blocks = (pool - num_slots * slot_bytes) // block_bytes
     kv_cache, states = num_blocks * block_bytes, fixed_states + num_slots * slot_bytes
     if num_blocks < 2 or (slot_bytes and not num_slots) or kv_cache + states > left:
@@ -101,22 +101,14 @@ def plan_memory(
     )
 
 
-def _state_slots(config: EngineConfig, layout: KVLayout, wanted_bytes: int, most_bytes: int) -> int:
+def _state_slots(config: EngineConfig, layout: KVLayout, pool_bytes: int, most_bytes: int) -> int:
     """Return the number of slots of recurrent states without slot 0: that of the flag, or one chosen from memory.
 
-    States get as many bytes as blocks, but at least two slots for each request of a step: one that it computes in, and
-    one for the prefix cache; in a small pool blocks keep a quarter. Slots are never used beyond one for each position
-    of the blocks at which the prefix cache may keep a state.
-
-    Args:
-        wanted_bytes: of the states, for equal shares.
-        most_bytes: that can be left to them.
+    In a small pool blocks keep a quarter of the memory. ``most_bytes``: that can be left to states.
     """
     if not layout.states or config.state_slots:
         return config.state_slots if layout.states else 0
-    blocks = wanted_bytes // layout.block_bytes
-    kept = blocks * layout.block_size // layout.state_grid
-    chosen = max(2 * config.max_num_seqs, min(wanted_bytes // layout.slot_bytes, config.max_num_seqs + kept))
+    chosen = layout.num_slots(pool_bytes, config.max_num_seqs)
     return max(0, min(chosen, most_bytes // layout.slot_bytes))
 
 
