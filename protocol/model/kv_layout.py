@@ -106,7 +106,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     head_dim: int
     dtype: str
     states: list[StateTensor] = []
-    state_chunk: int = STATE_GRID
+    state_chunk: int = 1
 
     @property
     def slot_bytes(self) -> int:
@@ -212,7 +212,7 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
         cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
         groups += [KVGroup(kind, own_size, cut, window, *own_shape) for cut in cuts]
     states = state_tensors(model, model.dtype)
-    return KVLayout(groups=groups, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype, states=states)
+    return KVLayout(groups, model.num_kv_heads, model.head_dim, dtype, states, STATE_GRID)
 
 
 def state_tensors(model: ModelConfig, dtype: str) -> list[StateTensor]:

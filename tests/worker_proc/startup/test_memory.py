@@ -118,15 +118,15 @@ def plan_states(**settings: Any) -> MemoryPlan:
 @pytest.mark.parametrize(
     "settings, slots, blocks",
     [
-        ({"kv_cache_memory_bytes": 65 * MIB}, 32, 32 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 65 * MIB}, 12, 52 * MIB // BLOCK),
         ({"kv_cache_memory_bytes": 13 * MIB}, 8, 4 * MIB // BLOCK),  # two for each of four requests
         ({"kv_cache_memory_bytes": 9 * MIB}, 6, 2 * MIB // BLOCK),  # a quarter stays for blocks
         ({"kv_cache_memory_bytes": 2 * MIB + 2 * BLOCK}, 1, 2),
         ({"num_blocks_override": 64}, 8, 65),
-        ({"num_blocks_override": 1280}, 10, 1281),
+        ({"num_blocks_override": 12800}, 20, 12801),
         ({"num_blocks_override": 64, "state_slots": 3}, 3, 65),
         ({"kv_cache_memory_bytes": 65 * MIB, "state_slots": 3}, 3, 61 * MIB // BLOCK),
-        ({"kv_cache_memory_bytes": 77 * MIB, "num_speculative_tokens": 3}, 32, 32 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 77 * MIB, "num_speculative_tokens": 3}, 12, 52 * MIB // BLOCK),
     ],
 )
 def test_slots_of_states_are_a_part_of_the_pool(settings: dict[str, Any], slots: int, blocks: int) -> None:
