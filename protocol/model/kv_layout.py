@@ -34,7 +34,7 @@ class KVGroup(msgspec.Struct, frozen=True):
     Attributes:
         kind: full_attention, sliding_window, or latent_attention: full attention over one vector per token, which is
             the key of all heads, and whose last dimensions are their value.
-        block_size: tokens in a block.
+        block_size: tokens in a block; the same in all groups of a layout.
         layers: indices of the model's layers in this group.
         window: tokens that a token attends to, itself included (sliding_window); 0: all.
         num_kv_heads, head_dim: shape of a token's entry in one layer; 0: that of the ``KVLayout``.
@@ -130,8 +130,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def block_size(self) -> int:
-        """Tokens in the smallest blocks; 1 without groups."""
-        return min((group.block_size for group in self.groups), default=1)
+        """Tokens in a block of any group; 1 without groups."""
+        return self.groups[0].block_size if self.groups else 1
 
     def kv_shape(self, group: KVGroup) -> tuple[int, int]:
         """Return the number of KV heads and their dimension in the layers of a group."""
@@ -143,13 +143,38 @@ class KVLayout(msgspec.Struct, frozen=True):
         return group.parts * num_kv_heads * head_dim * DTYPE_BYTES[self.dtype]
 
     @property
+    def is_packed(self) -> bool:
+        """Whether a block of each group has its layers side by side in one tensor: their entries differ in size.
+
+        Otherwise the first layers of all groups share one tensor, the second ones another, and so on.
+        """
+        return len({(group.parts, self.kv_shape(group)) for group in self.groups}) > 1
+
+    @property
+    def parts(self) -> int:
+        """Vectors per head of an entry in a packed block."""
+        return max(group.parts for group in self.groups)
+
+    @property
+    def packed_width(self) -> int:
+        """Numbers per token in one part of a packed block: what the group with the most has, rounded up.
+
+        A multiple of each head's width, so that torch operators can gather heads from any block.
+        """
+        widths = [len(group.layers) * prod(self.kv_shape(group)) for group in self.groups]
+        unit = lcm(*(self.kv_shape(group)[1] for group in self.groups))
+        return -(-max(widths) // unit) * unit
+
+    def group_bytes(self, group: KVGroup) -> int:
+        """Return the bytes of one block of a group."""
+        if self.is_packed:
+            return self.parts * self.block_size * self.packed_width * DTYPE_BYTES[self.dtype]
+        return len(group.layers) * self.block_size * self.token_bytes(group)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all tensors. Groups whose blocks have equal bytes per layer share their tensors."""
-        layers: dict[int, int] = {}
-        for group in self.groups:
-            page = group.block_size * self.token_bytes(group)
-            layers[page] = max(layers.get(page, 0), len(group.layers))
-        return sum(page * number for page, number in layers.items())
+        """Bytes of one block of the pool, which any group may have."""
+        return max(map(self.group_bytes, self.groups), default=0)
 
     def rank_block_bytes(self, num_ranks: int) -> int:
         """Return the bytes of one block on the rank with the most KV heads; ranks may share a head."""
@@ -164,32 +189,23 @@ class KVLayout(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, groups=groups)
 
     def with_block_size(self, block_size: int) -> "KVLayout":
-        """Return the layout with blocks of ``block_size`` tokens in the groups with the smallest blocks."""
-        if block_size == self.block_size:
-            return self
-        groups = [
-            msgspec.structs.replace(group, block_size=group.block_size // self.block_size * block_size)
-            for group in self.groups
-        ]
+        """Return the layout with blocks of ``block_size`` tokens."""
+        groups = [msgspec.structs.replace(group, block_size=block_size) for group in self.groups]
         return msgspec.structs.replace(self, groups=groups)
 
 
 GROUP_RATIO = 1.5
-"""Layer types with layer counts within this factor of each other make one group each."""
+"""Layer types with bytes per token within this factor of each other make one group each."""
 
 
 def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
-    """Group the layers by the positions that they keep.
+    """Group the layers by the positions that they keep, in groups of about equal bytes per token.
 
-    A block of the pool has the same bytes in every group, so a group with fewer layers than the largest wastes the rest
-    of each of its blocks. Layers of a frequent type are therefore split into groups with as many layers as the rarest
-    type has (Gemma 3's 22 layers with a window and 4 without: seven groups, the last with 2 layers). If the counts are
-    within GROUP_RATIO of each other, more block tables would cost more than they save. Layers that read another layer's
-    cache are not in any group.
-
-    If layers differ in KV heads or head dimension, those with larger entries have blocks of ``block_size`` tokens. The
-    others have as many tokens as fit in the same bytes, if that is a whole multiple; otherwise ``block_size`` too, in
-    tensors of their own.
+    A block of the pool has the same bytes in every group, so a group with fewer than the largest wastes the rest of
+    each of its blocks. Layers of a type with many bytes are therefore split into groups with at most as many as the
+    type with the fewest has (Gemma 3's 22 layers with a window and 4 without: seven groups, the last with 2 layers). If
+    types are within GROUP_RATIO of each other, more block tables would cost more than they save. Layers that read
+    another layer's cache are not in any group.
     """
     if model.encoder is not None:
         return KVLayout(groups=[], num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
@@ -197,20 +213,19 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     for layer in range(model.num_layers):
         if model.cache_source(layer) == layer:
             kinds.setdefault((model.window(layer), model.kv_shape(layer)), []).append(layer)
-    largest = max(num_kv_heads * head_dim for _, (num_kv_heads, head_dim) in kinds)
-    counts = [len(layers) for layers in kinds.values()]
-    size = max(counts) if max(counts) <= GROUP_RATIO * min(counts) else min(counts)
+    widths = [len(layers) * prod(shape) for (_, shape), layers in kinds.items()]
+    width = max(widths) if max(widths) <= GROUP_RATIO * min(widths) else min(widths)
+    width = max(width, *(prod(shape) for _, shape in kinds))
     groups = []
     # Sorted, so that scheduler and workers number the groups alike; full attention, whose window is 0, comes first.
-    for (window, (num_kv_heads, head_dim)), layers in sorted(kinds.items()):
+    for (window, shape), layers in sorted(kinds.items()):
         kind = "sliding_window" if window else "full_attention" if model.latent is None else "latent_attention"
-        own_shape = (num_kv_heads, head_dim) if model.kv_shapes else (0, 0)
-        times, rest = divmod(largest, num_kv_heads * head_dim) if model.kv_shapes else (1, 0)
-        # All groups share one pool only if their blocks have the same bytes: a block that one group frees can then
-        # serve any other. Pools per group would need a size each, which depends on prompts that are not known.
-        own_size = block_size if rest else block_size * times
+        own_shape = shape if model.kv_shapes else (0, 0)
+        # Layers with smaller entries are more to a block, rather than tokens: blocks of more tokens would cut all hits
+        # to their multiples. Pools per group would need a size each, which depends on prompts that are not known.
+        size = width // prod(shape)
         cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
-        groups += [KVGroup(kind, own_size, cut, window, *own_shape) for cut in cuts]
+        groups += [KVGroup(kind, block_size, cut, window, *own_shape) for cut in cuts]
     states = state_tensors(model, model.dtype)
     return KVLayout(groups, model.num_kv_heads, model.head_dim, dtype, states, STATE_GRID)
 

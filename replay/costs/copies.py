@@ -59,8 +59,7 @@ def copy_rates(cost: CostModel | None) -> CopyRates:
 def page_bytes(layout: KVLayout, num_ranks: int) -> int:
     """Return the bytes of a page of one rank as workers make it: a header and a block of any group."""
     ranked = layout.of_rank(num_ranks)
-    most = max(len(group.layers) * group.block_size * ranked.token_bytes(group) for group in ranked.groups)
-    return -(-(PAGE_HEADER + most) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+    return -(-(PAGE_HEADER + ranked.block_bytes) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
 class CopyClock:

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import islice
-from math import lcm
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
@@ -25,19 +24,16 @@ MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
 }
 
 
-def hash_granularity(layout: KVLayout) -> int:
-    """Return the tokens per hash: the smallest block size, so that every group's blocks end where a hash ends.
+def require_equal_blocks(layout: KVLayout) -> None:
+    """Raise ConfigError unless the blocks of all groups have the same number of tokens, at least 1.
 
-    Raises:
-        ConfigError: a block size is not a multiple of it.
+    ``kv_layout`` makes no others, but a recorded trace may have them.
     """
-    smallest = layout.block_size
-    for group in layout.groups:
-        if smallest < 1 or group.block_size % smallest:
-            raise ConfigError(
-                f"block sizes of KV groups must be multiples of the smallest, {smallest} (got {group.block_size})"
-            )
-    return smallest
+    sizes = sorted({group.block_size for group in layout.groups})
+    if len(sizes) > 1 or (sizes and sizes[0] < 1):
+        raise ConfigError(
+            f"block_size of all KV groups must be equal and at least 1 (got {', '.join(map(str, sizes))})"
+        )
 
 
 def check_layout_fits(config: EngineConfig, layout: KVLayout) -> None:
@@ -63,21 +59,21 @@ class KVCacheCoordinator(ABC):
     """Delegates to one SingleTypeKVCacheManager per group. Subclasses define how the groups agree on a cache hit.
 
     Attributes:
-        alignment: tokens; the length of each hit is a multiple of it: the least common multiple of the block sizes.
+        alignment: tokens; the length of each hit is a multiple of it: the block size, or the grid of states.
         skips: whether some group frees blocks while a request runs.
     """
 
     def __init__(self, layout: KVLayout, pool: BlockPool) -> None:
         self.pool = pool
         self.managers: list[SingleTypeKVCacheManager] = []
-        granularity = hash_granularity(layout)
+        require_equal_blocks(layout)
         for group_id, group in enumerate(layout.groups):
             kind = MANAGERS.get(group.kind)
             if kind is None:
                 raise ConfigError(f"KV group kind {group.kind!r} is not supported; supported: {', '.join(MANAGERS)}")
-            self.managers.append(kind(group, group_id, group.block_size // granularity, pool))
+            self.managers.append(kind(group, group_id, pool))
         self.no_blocks: GroupBlocks = tuple(() for _ in self.managers)
-        self.alignment = lcm(*(m.block_size for m in self.managers), layout.state_grid or 1)
+        self.alignment = layout.state_grid or layout.block_size
         self.skips = any(m.skips for m in self.managers)
 
     @abstractmethod
@@ -169,7 +165,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
     ) -> tuple[GroupBlocks, int]:
         manager = self.managers[0]
-        hit = manager.find_longest_cache_hit(block_hashes, max_length, self.alignment, contents)
+        hit = manager.find_longest_cache_hit(block_hashes, max_length, contents)
         return (hit,), len(hit) * manager.block_size
 
 
@@ -199,6 +195,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             candidate = length
             for index in self._order:
                 length = self._shorten(hits, index, block_hashes, length, contents)
+            length = length // self.alignment * self.alignment
             if states is not None:
                 states.offered, is_first = length if is_first else states.offered, False
                 length = states.longest(block_hashes, length)
@@ -220,7 +217,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         # Any prefix of a hit under full attention is a hit, so cutting the list is enough. Under a window it is not: a
         # shorter length needs other blocks, which must be searched.
         if known is None or (len(known) > num_blocks and not manager.is_prefix_closed):
-            known = manager.find_longest_cache_hit(block_hashes, length, self.alignment, contents)
+            known = manager.find_longest_cache_hit(block_hashes, length, contents)
         hits[index] = known = known[:num_blocks]
         return len(known) * manager.block_size
 

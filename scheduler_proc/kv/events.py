@@ -41,7 +41,7 @@ class KVEventRecorder:
 
     def __init__(self, layout: KVLayout, hash_bytes: int) -> None:
         """``hash_bytes``: length of a hash; the rest of a key is the group (``block_hash.group_key``)."""
-        self._block_sizes = [group.block_size for group in layout.groups]
+        self._block_size, self._num_groups = layout.block_size, len(layout.groups)
         self._hash_bytes = hash_bytes
         self.label: Callable[[Any], tuple[int, str] | None] = lambda request: None
         self._events: list[KVEvent] = []
@@ -89,13 +89,13 @@ class KVEventRecorder:
         is_stored, medium = self._run_is
         for group, hashes in self._by_group(self._run):
             if is_stored:
-                self._events.append(BlocksStored(hashes, self._block_sizes[group], group, medium))
+                self._events.append(BlocksStored(hashes, self._block_size, group, medium))
             else:
                 self._events.append(BlocksRemoved(hashes, group, medium))
         self._run = []
 
     def _by_group(self, keys: list[bytes]) -> Iterable[tuple[int, list[bytes]]]:
-        if len(self._block_sizes) == 1:
+        if self._num_groups == 1:
             return [(0, keys)] if keys else []
         found: dict[int, list[bytes]] = {}
         for key in keys:
@@ -131,21 +131,20 @@ class DescribingRecorder(KVEventRecorder):
         """By hash and group."""
 
     def describe(self, request: FilledRequest, group: int, first: int, end: int) -> None:
-        size, hashes = self.layout.groups[group].block_size, request.block_hashes
-        granules, label = size // self.layout.block_size, self.label(request)
+        size, hashes, label = self._block_size, request.block_hashes, self.label(request)
         token_ids, salts = request.span(first * size, end * size)
         for index in range(first, end):
             start = (index - first) * size
-            parent = hashes[index * granules - 1] if index else None
+            parent = hashes[index - 1] if index else None
             origin = Origin(parent, token_ids[start : start + size], label, () if index else salts)
-            self.origins[hashes[(index + 1) * granules - 1], group] = origin
+            self.origins[hashes[index], group] = origin
 
     def describe_keys(self, request: FilledRequest, keys: Sequence[bytes]) -> None:
-        wanted, hashes, smallest = set(keys), request.block_hashes, self.layout.block_size
-        for group, each in enumerate(self.layout.groups):
-            granules, suffix = each.block_size // smallest, group_suffix(group)
-            for index in range(len(hashes) // granules):
-                if hashes[(index + 1) * granules - 1] + suffix in wanted:
+        wanted = set(keys)
+        for group in range(self._num_groups):
+            suffix = group_suffix(group)
+            for index, block_hash in enumerate(request.block_hashes):
+                if block_hash + suffix in wanted:
                     self.describe(request, group, index, index + 1)
 
     def forget(self) -> None:

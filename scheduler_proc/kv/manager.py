@@ -11,7 +11,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
-from quire.scheduler_proc.kv.coordinator import GroupBlocks, hash_granularity, make_coordinator
+from quire.scheduler_proc.kv.coordinator import GroupBlocks, make_coordinator
 from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
@@ -60,7 +60,7 @@ class KVCacheManager:
     Owns the pool and the coordinator. Knows requests only as CacheRequest, and never changes one.
 
     Attributes:
-        block_size: tokens per hash: the smallest block size of the groups; 1 without groups.
+        block_size: tokens per block and per hash; 1 without groups.
         holds: blocks that copies and waiting requests hold.
         forks: requests that share the blocks of others.
         states: the slots of recurrent states, or None.
@@ -98,7 +98,7 @@ class KVCacheManager:
             num_slots: slots of recurrent states, slot 0 included; not read for models without.
         """
         self.layout = layout
-        self.block_size = hash_granularity(layout)
+        self.block_size = layout.block_size
         self.pool = pool_class(num_blocks, enable_caching and bool(layout.groups))
         self.states: StateSlots | None = None
         if layout.states:

@@ -32,7 +32,6 @@ class SingleTypeKVCacheManager(ABC):
     rewrite them.
 
     Attributes:
-        granules: hashes per block: requests are hashed in units of the smallest block size of all groups.
         skips: whether some blocks are freed while the request runs.
         is_prefix_closed: whether each shorter prefix of a hit is a hit too.
     """
@@ -40,10 +39,9 @@ class SingleTypeKVCacheManager(ABC):
     skips: ClassVar[bool] = False
     is_prefix_closed: ClassVar[bool] = False
 
-    def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
+    def __init__(self, group: KVGroup, group_id: int, pool: BlockPool) -> None:
         self.block_size = group.block_size
         self.group_id = group_id
-        self.granules = granules
         self.pool = pool
         self.req_to_blocks: dict[int, list[KVCacheBlock]] = {}
         self.num_cached_block: dict[int, int] = {}
@@ -98,7 +96,7 @@ class SingleTypeKVCacheManager(ABC):
         """Make the blocks findable that ``num_tokens`` known and written positions fill."""
         handle, block_hashes = request.handle, request.block_hashes
         cached = self.num_cached_block.get(handle, 0)
-        full = min(num_tokens // self.block_size, len(block_hashes) // self.granules)
+        full = min(num_tokens // self.block_size, len(block_hashes))
         if full <= cached:
             return
         filled = self.req_to_blocks[handle][cached:full]
@@ -114,17 +112,13 @@ class SingleTypeKVCacheManager(ABC):
         self.num_cached_block[handle] = full
 
     def keys(self, block_hashes: Sequence[bytes], first: int, end: int) -> Iterable[bytes]:
-        """Return the keys of blocks ``[first, end)`` as far as hashes exist; no Python code per block in group 0.
-
-        Hashes are chained, so the hash of a block's last granule identifies the whole block.
-        """
-        wanted = block_hashes[(first + 1) * self.granules - 1 : end * self.granules : self.granules]
+        """Return the keys of blocks ``[first, end)`` as far as hashes exist; no Python code per block in group 0."""
+        wanted = block_hashes[first:end]
         return wanted if self.group_id == 0 else map(partial(group_key, group=self.group_id), wanted)
 
     def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int, pool: BlockPool) -> None:
         """Invalidate these contents of a pool, except the blocks within ``num_kept_tokens``."""
-        end = len(block_hashes) // self.granules
-        for key in self.keys(block_hashes, num_kept_tokens // self.block_size, end):
+        for key in self.keys(block_hashes, num_kept_tokens // self.block_size, len(block_hashes)):
             pool.invalidate(key)
 
     def num_held_blocks(self, handle: int) -> int:
@@ -138,12 +132,11 @@ class SingleTypeKVCacheManager(ABC):
 
     @abstractmethod
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_length: int, alignment: int, contents: Contents
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
     ) -> list[KVCacheBlock]:
         """Return the blocks in ``contents`` of the longest usable prefix of at most ``max_length`` tokens.
 
-        The length is a multiple of ``alignment``. One entry per block of the prefix: null where later tokens do not
-        read it.
+        One entry per block of the prefix: null where later tokens do not read it.
         """
 
     @abstractmethod
@@ -191,15 +184,9 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     is_prefix_closed = True
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_length: int, alignment: int, contents: Contents
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
     ) -> list[KVCacheBlock]:
-        keys = self.keys(block_hashes, 0, max_length // self.block_size)
-        hit = contents.get_cached_blocks(keys)
-        # Only with several groups: a hit ends where a block of every group ends.
-        surplus = len(hit) % (alignment // self.block_size)
-        if surplus:
-            del hit[-surplus:]
-        return hit
+        return contents.get_cached_blocks(self.keys(block_hashes, 0, max_length // self.block_size))
 
     def remove_skipped_blocks(self, handle: int, num_acknowledged_tokens: int) -> None:
         """Do nothing: full attention reads all blocks."""

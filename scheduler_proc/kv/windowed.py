@@ -19,8 +19,8 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
 
     skips = True
 
-    def __init__(self, group: KVGroup, group_id: int, granules: int, pool: BlockPool) -> None:
-        super().__init__(group, group_id, granules, pool)
+    def __init__(self, group: KVGroup, group_id: int, pool: BlockPool) -> None:
+        super().__init__(group, group_id, pool)
         self.window = group.window
         if self.window < 1:
             raise ConfigError(f"KV group kind {group.kind!r} needs a window of at least 1 (got {group.window})")
@@ -37,13 +37,12 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         return min(whole, -(-(span - 1) // self.block_size) + 1)
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[bytes], max_length: int, alignment: int, contents: Contents
+        self, block_hashes: Sequence[bytes], max_length: int, contents: Contents
     ) -> list[KVCacheBlock]:
         """Search from the right, looking at each block once: after a missing block only shorter prefixes remain."""
-        step = alignment // self.block_size
         # From the right, because a hit needs only the last blocks of the window. From the left every earlier block
         # would be looked up, although most of them have been freed long ago.
-        index = end = min(max_length // self.block_size, len(block_hashes) // self.granules) // step * step
+        index = end = min(max_length // self.block_size, len(block_hashes))
         first = self._first_block(end)
         blocks = self._blocks_backwards(block_hashes, end, contents)
         found: list[KVCacheBlock] = []
@@ -52,11 +51,11 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             block = next(blocks)
             if block is None:
                 # A hole ends all longer hits: each would have to contain it. The next candidate ends before the hole,
-                # at a length that all groups can have, and what was found behind the hole is useless for it.
-                end = index // step * step
+                # and what was found behind the hole is useless for it.
+                end = index
                 first = self._first_block(end)
                 found = []
-            elif index < end:
+            else:
                 found.append(block)
         # Null blocks keep the index of a block equal to its position divided by the block size, in every group and in
         # the workers' tables.
@@ -73,7 +72,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self, block_hashes: Sequence[bytes], end: int, contents: Contents
     ) -> Iterator[KVCacheBlock | None]:
         """Yield the cached block, or None, of blocks ``end - 1`` down to 0."""
-        keys: Iterable[bytes] = block_hashes[end * self.granules - 1 :: -self.granules] if end else ()
+        keys: Iterable[bytes] = block_hashes[end - 1 :: -1] if end else ()
         if self.group_id:
             keys = map(partial(group_key, group=self.group_id), keys)
         return map(contents.get_cached_block, keys)

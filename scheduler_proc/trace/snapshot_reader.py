@@ -61,6 +61,7 @@ _RENAMED = {
     "releases.Line": "releases.ReleaseLine",
     "saves.Route": "saves.SaveRoute",
     "search.Choice": "search.BeamChoice",
+    "single_type.FullAttentionManager.granules": "",
     "tools.Choice": "tools.KeepChoice",
     "turns.Turns": "turns.AdapterTurns",
     "statistics.Counters": "decisions.Counters",
@@ -70,6 +71,7 @@ _RENAMED = {
     "steps.StepRow.pools": "completes",
     "steps.StepRow.side_bytes": "",
     "tenants.TenantShares": "tenants.Tenants",
+    "windowed.SlidingWindowManager.granules": "",
 }
 """Classes and fields in snapshots of an earlier Quire, with their names of today; empty for what is no state now."""
 _MOVED = {

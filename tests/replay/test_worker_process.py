@@ -225,11 +225,11 @@ class TestPool:
         assert plan_pool(config, halved, PerToken(), 2).num_blocks == 50
 
     def test_each_group_is_divided_by_its_own_heads(self) -> None:
-        """Over 4 ranks 8 heads become 2, and 1 head stays 1, in blocks of 16 tokens of 2 x 32 float32."""
+        """Over 4 ranks 8 heads become 2, and 1 head stays 1; a block is 16 tokens of the larger: 2 x 2 x 32 float32."""
         group = KVGroup("full_attention", 16, [0], num_kv_heads=8, head_dim=32)
         window = KVGroup("sliding_window", 16, [1], 8, num_kv_heads=1, head_dim=32)
         layout = KVLayout([group, window], num_kv_heads=8, head_dim=32, dtype="float32")
-        assert layout.rank_block_bytes(4) == (2 + 1) * 16 * 2 * 32 * 4
+        assert layout.rank_block_bytes(4) == 2 * 16 * 2 * 32 * 4
         config = make_config(kv_cache_memory_bytes=40 * layout.rank_block_bytes(4))
         assert plan_pool(config, layout, PerToken(), 4).num_blocks == 40
 

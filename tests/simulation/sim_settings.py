@@ -14,12 +14,13 @@ MAX_MODEL_LEN = 40
 
 
 def random_layout(rng: random.Random) -> KVLayout:
-    """Return one to three groups; block sizes are multiples of the smallest."""
-    smallest = rng.choice((1, 2, 4))
+    """Return one to three groups."""
+    size = rng.choice((1, 2, 4))
     kinds = ["full_attention", "sliding_window"]
-    groups = [KVGroup(rng.choice(kinds), smallest, [0], rng.randrange(1, 12))]
+    groups = [KVGroup(rng.choice(kinds), size, [0], rng.randrange(1, 12))]
     for _ in range(rng.randrange(3)):
-        groups.append(KVGroup(rng.choice(kinds), smallest * rng.choice((1, 1, 2, 3)), [0], rng.randrange(1, 12)))
+        kind, _, window = rng.choice(kinds), rng.choice((1, 1, 2, 3)), rng.randrange(1, 12)
+        groups.append(KVGroup(kind, size, [0], window))
     rng.shuffle(groups)
     return KVLayout(groups, num_kv_heads=1, head_dim=4, dtype="float32")
 

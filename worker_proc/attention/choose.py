@@ -88,7 +88,7 @@ def pick_backend(
 
 
 def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[AttentionBackend]) -> int:
-    """Return the tokens of the pool's smallest blocks: ``block_size``, or the next size that the kernels can read.
+    """Return the tokens of the pool's blocks: ``block_size``, or the next size that the kernels can read.
 
     Raises:
         ConfigError: the kernels can read none of the sizes up to MAX_BLOCK_SIZE.
@@ -96,8 +96,7 @@ def fit_block_size(config: EngineConfig, layout: KVLayout, backends: Sequence[At
     if not layout.groups:
         return config.block_size
     for size in range(layout.block_size, MAX_BLOCK_SIZE + 1):
-        blocks = {group.block_size for group in layout.with_block_size(size).groups}
-        if all(backend.supports.kernel_block_size(block) for backend in backends for block in blocks):
+        if all(backend.supports.kernel_block_size(size) for backend in backends):
             break
     else:
         raise ConfigError(

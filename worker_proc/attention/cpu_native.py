@@ -56,7 +56,7 @@ class NativeLayer(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sinks", "k_scale", "v_scale")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
-        *((name, ctypes.c_int64) for name in ("cache_format", "query_format")),
+        *((name, ctypes.c_int64) for name in ("cache_format", "query_format", "values_from", "block_stride")),
         *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
         ("value_dim", ctypes.c_int64),
     )
@@ -202,7 +202,7 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
         raise ValueError(f"kv_cache: {parts} parts do not match the layer")
     if block_size != plan.step.block_size or kv_heads != spec.num_kv_heads or head_dim != spec.head_dim:
         raise ValueError(f"kv_cache: shape {tuple(kv_cache.shape)} does not match the step and the layer")
-    assert kv_cache.is_contiguous() and dtype in ACTIVATIONS
+    assert kv_cache[0, 0].is_contiguous() and dtype in ACTIVATIONS
     return NativeLayer(
         *(None if x is None else _pointer(x, torch.float32) for x in (spec.sinks, spec.k_scale, spec.v_scale)),
         spec.num_heads,
@@ -211,6 +211,7 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
         num_blocks,
         FORMATS[kv_cache.dtype],
         FORMATS[dtype],
+        *kv_cache.stride()[:2],
         spec.scale,
         spec.soft_cap,
         spec.value_dim,

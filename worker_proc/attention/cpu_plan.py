@@ -112,10 +112,10 @@ class CpuPlan:
 
     def __init__(self, batch: StepBatch) -> None:
         self.batch = batch
-        self._made: dict[tuple[torch.Size, torch.dtype, torch.dtype], LayerPlan] = {}
+        self._made: dict[tuple[object, ...], LayerPlan] = {}
 
     def of_layer(self, kv_cache: torch.Tensor, dtype: torch.dtype) -> LayerPlan:
-        key = (kv_cache.shape, kv_cache.dtype, dtype)
+        key = (kv_cache.shape, kv_cache.stride(), kv_cache.dtype, dtype)
         if key not in self._made:
             self._made[key] = _layer_plan(self.batch, kv_cache, dtype)
         return self._made[key]
@@ -156,7 +156,7 @@ def _layer_plan(batch: StepBatch, kv_cache: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _head_rows(block_ids: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
-    """Return indices of blocks in a cache viewed as ``[2 * num_blocks * num_kv_heads, ..]``, for keys and values.
+    """Return indices of blocks of heads in a cache's ``flat`` view, for keys and values.
 
     Args:
         block_ids: int64 ``[rows, blocks]``.
@@ -164,9 +164,17 @@ def _head_rows(block_ids: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 ``[2, rows, num_kv_heads, blocks]``.
     """
-    _, num_blocks, kv_heads, _, _ = kv_cache.shape
-    of_heads = block_ids[:, None, :] * kv_heads + torch.arange(kv_heads)[:, None]
-    return torch.stack((of_heads, of_heads + num_blocks * kv_heads))
+    _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    # Whole numbers also in a packed cache, see KVLayout.packed_width.
+    values_from, block_stride = (stride // (block_size * head_dim) for stride in kv_cache.stride()[:2])
+    of_heads = block_ids[:, None, :] * block_stride + torch.arange(kv_heads)[:, None]
+    return torch.stack((of_heads, of_heads + values_from))
+
+
+def flat(kv_cache: torch.Tensor, width: int) -> torch.Tensor:
+    """View a cache ``[.., width]``, other layers' numbers between its blocks included."""
+    last = sum((size - 1) * stride for size, stride in zip(kv_cache.shape, kv_cache.stride(), strict=True)) + 1
+    return kv_cache.as_strided((last // width, width), (width, 1))
 
 
 def _cut_tiles(lengths: _Int, token_bytes: int) -> tuple[_Int, list[slice]]:

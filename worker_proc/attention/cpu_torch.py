@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
-from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan
+from quire.worker_proc.attention.cpu_plan import QUERY_TILE, ChunkRow, CpuPlan, DecodeTile, LayerPlan, flat
 from quire.worker_proc.attention.prologue import scale_heads
 
 SCORES_AT_ONCE = 1 << 23
@@ -72,7 +72,7 @@ def write(
         # cannot index fp8 on the CPU.
         limit = torch.finfo(dtype).max
         both, kv_cache = both.float().clamp(-limit, limit).to(dtype).view(torch.uint8), kv_cache.view(torch.uint8)
-    kv_cache.view(-1, head_dim).index_copy_(0, layer.write_rows, both.to(kv_cache.dtype))
+    flat(kv_cache, head_dim).index_copy_(0, layer.write_rows, both.to(kv_cache.dtype))
 
 
 def write_latents(kv_cache: torch.Tensor, latents: torch.Tensor | None, batch: StepBatch) -> None:
@@ -111,7 +111,7 @@ def _gather(kv_cache: torch.Tensor, cache_rows: torch.Tensor, layer: LayerPlan, 
         source, raw = kv_cache.view(torch.uint8), target.view(torch.uint8)
     else:
         source, raw = kv_cache, target
-    torch.index_select(source.view(-1, width), 0, cache_rows, out=raw)
+    torch.index_select(flat(source, width), 0, cache_rows, out=raw)
     return target.to(dtype)
 
 

@@ -9,16 +9,16 @@ from quire.kernels.cache.block_copy import CacheSet, copy_blocks, copy_blocks_re
 
 
 class BlockCopies:
-    """Copies blocks in the caches of all layers, whichever KV group has them: ids mean the same in all tensors."""
+    """Copies blocks in all tensors of the KV cache, whichever KV group has them: ids mean the same in all."""
 
     def __init__(self, caches: Iterable[torch.Tensor], num_blocks: int, by_slot: torch.Tensor | None = None) -> None:
         """
         Args:
-            caches: of all layers: ``[parts, entries, ...]``, where the entries of a block of the pool are consecutive.
+            caches: from ``group_caches``, of all groups.
             num_blocks: size of the pool, the null block included.
             by_slot: what is kept beside the caches, ``[slots, ...]``; None: nothing.
         """
-        tensors = {cache.data_ptr(): cache.view(torch.uint8).view(len(cache), num_blocks, -1) for cache in caches}
+        tensors = {cache.data_ptr(): cache for cache in caches}
         ordered = sorted(tensors.values(), key=lambda tensor: tensor.shape)
         self._sets = [CacheSet.of(list(same)) for _, same in groupby(ordered, key=lambda tensor: tensor.shape)]
         if by_slot is not None:

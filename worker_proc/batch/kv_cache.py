@@ -1,11 +1,11 @@
-"""KV cache tensors: one tensor per layer of the largest KV group, which layers of the other groups share."""
+"""KV cache tensors, which the layers of all KV groups share."""
 
 import mmap
 from collections.abc import Mapping
 
 import torch
 
-from quire.protocol.model.kv_layout import KVLayout
+from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
 from quire.worker_proc.attention.backend import AttentionBackend
 
 
@@ -15,24 +15,50 @@ def allocate_kv_caches(
     """Allocate zeroed caches for all layers that own one; return them by layer index.
 
     A block id belongs to one group at a time. So the first layers of all groups share one tensor, the second layers
-    another, and so on: the pool has as many blocks as if the largest group were the only one. Block b occupies the same
-    bytes in every group that shares a tensor, in any shape; groups whose blocks differ in bytes share none.
+    another, and so on: the pool has as many blocks as if the largest group were the only one. If entries differ in
+    size, all layers share one tensor instead (``KVLayout.is_packed``). Either way block b has the same bytes in every
+    group.
     """
+    if not layout.groups:
+        return {}
     dtype: torch.dtype = getattr(torch, layout.dtype)
+    kernels = kernel_block_size(layout.block_size, backend)
+    num_kernel_blocks = num_blocks * (layout.block_size // kernels)
     caches: dict[int, torch.Tensor] = {}
-    by_place: dict[tuple[int, int], torch.Tensor] = {}
+    tensors: list[torch.Tensor] = []
+    if layout.is_packed:
+        tensors.append(zeroed_bytes(num_blocks * layout.block_bytes, device).view(dtype))
     for group in layout.groups:
-        kernels = kernel_block_size(group.block_size, backend)
-        ratio = group.block_size // kernels
-        _, *shape = backend.kv_cache_shape(num_blocks * ratio, kernels, *layout.kv_shape(group))
-        shape = [group.parts, *shape]
-        # Allocated as bytes, because not every device can zero 8-bit floats.
-        size = torch.Size(shape).numel() * dtype.itemsize
+        _, *block_shape = backend.kv_cache_shape(num_kernel_blocks, kernels, *layout.kv_shape(group))
+        shape = torch.Size((group.parts, *block_shape))
         for place, layer in enumerate(group.layers):
-            if (place, size) not in by_place:
-                by_place[place, size] = zeroed_bytes(size, device)
-            caches[layer] = by_place[place, size].view(dtype).view(shape)
+            if layout.is_packed:
+                stride, size = kernels * layout.packed_width, shape[2:].numel()
+                within = shape[3] * shape[4], shape[4], 1
+                strides = (num_kernel_blocks * stride, stride, *within)
+                caches[layer] = tensors[0].as_strided(shape, strides, place * size)
+                continue
+            if place == len(tensors):
+                # Allocated as bytes, because not every device can zero 8-bit floats.
+                tensors.append(zeroed_bytes(shape.numel() * dtype.itemsize, device).view(dtype))
+            caches[layer] = tensors[place].view(shape)
     return caches
+
+
+def group_caches(layout: KVLayout, caches: Mapping[int, torch.Tensor], num_blocks: int) -> list[list[torch.Tensor]]:
+    """Return the tensors in which each group's blocks lie, uint8 ``[parts, num_blocks, bytes]``.
+
+    Args:
+        caches: from ``allocate_kv_caches`` for this layout and number of blocks.
+    """
+    found = []
+    for group in layout.groups:
+        layers = group.layers[:1] if layout.is_packed else group.layers
+        parts = layout.parts if layout.is_packed else group.parts
+        width = layout.group_bytes(group) // (parts * len(layers) * DTYPE_BYTES[layout.dtype])
+        shape, strides = (parts, num_blocks, width), (num_blocks * width, width, 1)
+        found.append([caches[layer].as_strided(shape, strides).view(torch.uint8) for layer in layers])
+    return found
 
 
 def kernel_block_size(block_size: int, backend: AttentionBackend) -> int:

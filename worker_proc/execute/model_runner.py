@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -19,7 +20,7 @@ from quire.worker_proc.batch.block_copies import BlockCopies
 from quire.worker_proc.batch.diff_check import DiffCheck
 from quire.worker_proc.batch.group_tables import make_block_tables
 from quire.worker_proc.batch.input_batch import InputBatch, RowColumn, StepRefused
-from quire.worker_proc.batch.kv_cache import allocate_kv_caches, kernel_block_size
+from quire.worker_proc.batch.kv_cache import allocate_kv_caches, group_caches, kernel_block_size
 from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.batch.step_inputs import StepInputs, prepare_inputs
 from quire.worker_proc.device.transfer import Transfer
@@ -116,7 +117,8 @@ class ModelRunner:
             self._experts = RoutedExpertTable(routes, layout, num_blocks, self.batch, tables, self._transfer, device)
         self._extras = ExtraReader(model, self.batch, self._transfer, self._experts)
         by_slot = None if self._experts is None else self._experts.values
-        self._block_copies = BlockCopies(caches.values(), num_blocks, by_slot)
+        tensors = chain.from_iterable(group_caches(layout, caches, num_blocks))
+        self._block_copies = BlockCopies(tensors, num_blocks, by_slot)
         self.forward = Forward.of(model, backend, self.tables, layout.groups, caches, self._experts)
         self.passes = ForwardPasses(self.forward, eager=config.enforce_eager)
         shapes = self.forward.shapes()

@@ -8,7 +8,8 @@ from quire.kernels.cache.block_copy import CacheSet
 from quire.kernels.cache.block_staging import bytes_of_block, gather_blocks, scatter_blocks
 from quire.kernels.cpu.pages.page_moves import Int64
 from quire.protocol.model.kv_layout import KVLayout
-from quire.worker_proc.transfers.pages import group_caches, group_layout
+from quire.worker_proc.batch.kv_cache import group_caches
+from quire.worker_proc.transfers.pages import group_layout
 
 
 class GpuBlocks:

@@ -13,6 +13,7 @@ import torch
 from quire.kernels.cpu.pages.page_moves import HEADER, BlockGroup, Bytes
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.transfer_messages import HostPages
+from quire.worker_proc.batch.kv_cache import group_caches
 
 FORMAT = 2
 """Version of all that ``layout_hash`` does not see: the header, the order of a block's parts, the tag."""
@@ -32,7 +33,7 @@ def block_groups(
 
     Args:
         layout: this rank's KV layout.
-        caches: by layer, on a CPU: ``[parts, entries, ...]``, where the entries of a block of the pool are consecutive.
+        caches: by layer, on a CPU, from ``allocate_kv_caches``.
         meaning: what else decides the meaning of a block's bytes.
     """
     groups = []
@@ -42,21 +43,10 @@ def block_groups(
     return groups
 
 
-def group_caches(layout: KVLayout, caches: Mapping[int, torch.Tensor], num_blocks: int) -> list[list[torch.Tensor]]:
-    """Return the caches of each group's layers, uint8 ``[parts, num_blocks, bytes]``: keys and values, or latents.
-
-    Arguments as of ``block_groups``.
-    """
-    return [
-        [caches[layer].view(torch.uint8).view(group.parts, num_blocks, -1) for layer in group.layers]
-        for group in layout.groups
-    ]
-
-
 def group_layout(layout: KVLayout, index: int, num_bytes: int, meaning: Sequence[object]) -> bytes:
     """Return 16 bytes that name what the bytes of a block mean, but for the weights.
 
-    ``num_bytes``: bytes of its keys in one layer.
+    ``num_bytes``: bytes of its keys in one tensor.
     """
     return layout_hash([FORMAT, layout, index, num_bytes, *meaning])
 

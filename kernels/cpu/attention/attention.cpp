@@ -1,7 +1,9 @@
 // Causal attention over a paged cache, read in place through its block table.
 //
-// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values. Latents have keys only, whose
-// last numbers are the values (value_dim). The work is divided into items of (a few tokens of a row, one key/value head, a range of keys), which threads take one after the other.
+// Cache of one layer: [2, num_blocks, num_kv_heads, block_size, head_dim], keys then values; blocks may be further apart
+// than their size, because other layers lie between them. Latents have keys only, whose last numbers are the values
+// (value_dim). The work is divided into items of (a few tokens of a row, one key/value head, a range of keys), which
+// threads take one after the other.
 //
 // The order of every sum is part of the contract: tiles of TILE keys and splits of SPLIT keys are at absolute positions,
 // each split has its own sums, and splits are merged in ascending order. So a query's result depends only on its query,
@@ -56,9 +58,8 @@ void locate(Call& call, const Item& item, int64_t tile, int64_t first, int64_t l
     for (int64_t key = first; key < last; block++, offset = 0) {
         int64_t id = table[block];
         if (id < 0 || id >= layer.num_blocks) call.error = BAD_BLOCK, id = 0;
-        const bool apart = values && !layer.value_dim;
-        const int64_t head = ((apart ? layer.num_blocks : 0) + id) * layer.num_kv_heads + item.head;
-        const T* at = cache + (head * size + offset) * dim + (values ? dim - call.value_dim() : 0);
+        const T* at = cache + (values && !layer.value_dim ? layer.values_from : 0) + id * layer.block_stride;
+        at += (item.head * size + offset) * dim + (values ? dim - call.value_dim() : 0);
         const int64_t end = std::min(last, key + size - offset);
         for (; key < end; key++, at += dim) rows[key - base] = at;
     }

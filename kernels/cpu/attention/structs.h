@@ -22,6 +22,7 @@ struct QuireLayer {
     const float* k_scale;  // [num_kv_heads], or null for 1, as v_scale
     const float* v_scale;
     int64_t num_heads, num_kv_heads, head_dim, num_blocks, cache_format, query_format;
+    int64_t values_from, block_stride;  // of the cache, in its elements: distances from keys to values, and of blocks
     double scale, soft_cap;
     int64_t value_dim;  // latents: values are the last value_dim numbers of the keys, and the cache has no others; 0: not
 };

@@ -87,9 +87,9 @@ class Preparer {
 
     // Address of a token's head in the cache; half is 0 for keys, 1 for values.
     char* place(int64_t half, int64_t slot, int64_t head) {
-        const int64_t block = half * layer_.num_blocks + slot / step_.block_size;
-        const int64_t row = (block * layer_.num_kv_heads + head) * step_.block_size + slot % step_.block_size;
-        return cache_ + row * layer_.head_dim * format_bytes(layer_.cache_format);
+        const int64_t block = half * layer_.values_from + slot / step_.block_size * layer_.block_stride;
+        const int64_t row = head * step_.block_size + slot % step_.block_size;
+        return cache_ + (block + row * layer_.head_dim) * format_bytes(layer_.cache_format);
     }
 
     const QuireTokens& tokens_;

@@ -72,7 +72,7 @@ def test_prompt_logprobs_are_resent_after_a_preemption() -> None:
 LAYOUTS = {
     "one group": layout_of(full(4)),
     "a window": layout_of(sliding(4, 8)),
-    "two groups": layout_of(full(4), sliding(4, 8)),
+    "two groups": layout_of(full(4), sliding(4)),
 }
 
 

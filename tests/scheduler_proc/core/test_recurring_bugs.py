@@ -291,7 +291,7 @@ def test_bug_19_held_head_does_not_block_the_queue() -> None:
         {"num_speculative_tokens": 3, "reserve_full_sequence": True, "watermark": 0.5},
         {"max_prefill_share": 0.0},
         {"layout": layout_of(sliding(9, 1))},
-        {"layout": layout_of(sliding(5, 2), full(4)), "watermark": 0.5},
+        {"layout": layout_of(sliding(5, 4), full(4)), "watermark": 0.5},
     ],
 )
 def test_bug_19_every_accepted_request_can_run_alone(settings: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from([0, 0, 1, 1, 1, 2, 3, 3, 4, 5]), st
 
 @given(ACTIONS, st.booleans())
 def test_applied_events_equal_the_keys_of_the_map(actions: list[tuple[int, int]], several_groups: bool) -> None:
-    layout = layout_of(4, 8, 4) if several_groups else layout_of(4)
+    layout = layout_of(4, 4, 4) if several_groups else layout_of(4)
     keys = [key_of(h, g) for g in range(len(layout.groups)) for h in HASHES[:3]]
     recorder, mirror = KVEventRecorder(layout, 32), Mirror()
     pool = BlockPool(7, enable_caching=True, events=recorder)
@@ -77,7 +77,7 @@ def test_events_follow_a_scheduler_with_host_memory() -> None:
 
 
 def test_a_run_of_equal_changes_is_one_event_per_group() -> None:
-    recorder = KVEventRecorder(layout_of(4, 16), 32)
+    recorder = KVEventRecorder(layout_of(4, 4), 32)
     recorder.stored([HASHES[0], HASHES[1]], "device")
     recorder.stored([key_of(HASHES[2], 1), HASHES[3]], "device")
     recorder.removed([HASHES[0]], "device")
@@ -85,7 +85,7 @@ def test_a_run_of_equal_changes_is_one_event_per_group() -> None:
     recorder.stored([HASHES[0]], "device")
     assert recorder.take() == [
         BlocksStored([HASHES[0], HASHES[1], HASHES[3]], 4, 0),
-        BlocksStored([HASHES[2]], 16, 1),
+        BlocksStored([HASHES[2]], 4, 1),
         BlocksRemoved(HASHES[:2], 0),
         BlocksStored([HASHES[0]], 4, 0),
     ]

@@ -30,9 +30,7 @@ def filled(*groups: KVGroup, num_tokens: int = 33, usable: int = 40, **options: 
 
 def forget(kv: KVCacheManager, group: int, block: int) -> None:
     """Evict one block, given by its index in its group."""
-    granules = kv.coordinator.managers[group].granules
-    hashes = case(0, 100, kv.block_size).block_hashes
-    kv.pool.invalidate(group_key(hashes[(block + 1) * granules - 1], group))
+    kv.pool.invalidate(group_key(case(0, 100, kv.block_size).block_hashes[block], group))
 
 
 def hit(kv: KVCacheManager, num_tokens: int = 33) -> tuple[int, list[str]]:
@@ -66,36 +64,10 @@ def test_each_group_shortens_the_hit_until_all_agree() -> None:
     assert hit(kv) == (0, ["", "", ""])
 
 
-def test_hit_lengths_are_multiples_of_all_block_sizes() -> None:
-    kv = filled(full(2), sliding(5, 6))
-    assert kv.block_size == 2
-    assert hit(kv) == (30, ["###############", "....#"])
-    assert hit(kv, 30)[0] == 24
-    forget(kv, 0, 14)
-    assert hit(kv) == (24, ["############", "...#"])
-    kv = filled(full(6), sliding(5, 2))
-    forget(kv, 1, 13)
-    assert hit(kv)[0] == 24, "block 12 of the window is cached, but 26 tokens are not a multiple of 6"
-
-
-def test_a_block_has_the_hash_of_its_last_granule() -> None:
-    kv = manager_of(full(8), sliding(3, 2))
-    first = case(1, 9, 2)
-    step(kv, first, 7)
-    assert {b.block_hash for b in kv.pool.blocks} - {None} == {group_key(h, 1) for h in first.block_hashes[:3]}
-    step(kv, first, 1)
-    found = {b.block_hash for b in kv.pool.blocks} - {None}
-    assert found == {first.block_hashes[3], *(group_key(h, 1) for h in first.block_hashes[:4])}
-    other = case(2, 9, 2)
-    other.tokens[0] = 99
-    assert kv.get_computed_blocks(other)[1] == 0 and kv.get_computed_blocks(case(3, 9, 2))[1] == 8
-
-
-def test_block_sizes_that_are_not_multiples_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"multiples of the smallest, 4 \(got 6\)"):
-        manager_of(full(4), sliding(5, 6))
-    with pytest.raises(ConfigError, match="multiples"):
-        manager_of(full(0))
+@pytest.mark.parametrize("sizes", [(4, 8), (4, 6), (0, 0)], ids=str)
+def test_unequal_blocks_are_refused(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="block_size of all KV groups must be equal and at least 1"):
+        manager_of(full(sizes[0]), sliding(5, sizes[1]))
 
 
 def test_groups_of_one_kind_do_not_share_contents() -> None:

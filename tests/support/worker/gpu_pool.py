@@ -6,9 +6,8 @@ import torch
 from host_pages import Pool
 
 from quire.worker_proc.attention.cpu import CpuBackend
-from quire.worker_proc.batch.kv_cache import allocate_kv_caches
+from quire.worker_proc.batch.kv_cache import allocate_kv_caches, group_caches
 from quire.worker_proc.transfers.gpu import GpuBlocks
-from quire.worker_proc.transfers.pages import group_caches
 from quire.worker_proc.transfers.staged import StagedMover
 
 

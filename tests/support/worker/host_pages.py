@@ -31,8 +31,8 @@ FP8 = KVLayout([KVGroup("full_attention", 16, [0, 1])], 1, 20, "float8_e4m3fn")
 GEMMA = KVLayout(
     [
         KVGroup("full_attention", 4, [5], num_kv_heads=1, head_dim=16),
-        KVGroup("sliding_window", 8, [0, 1, 2], window=6, num_kv_heads=1, head_dim=8),
-        KVGroup("sliding_window", 8, [3, 4], window=6, num_kv_heads=1, head_dim=8),
+        KVGroup("sliding_window", 4, [0, 1], window=6, num_kv_heads=1, head_dim=8),
+        KVGroup("sliding_window", 4, [2, 3], window=6, num_kv_heads=1, head_dim=8),
     ],
     1,
     8,

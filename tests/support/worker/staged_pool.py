@@ -10,7 +10,7 @@ from host_pages import Pool
 from quire.kernels.cache.block_copy import CacheSet
 from quire.kernels.cache.block_staging import bytes_of_block, gather_blocks_reference, scatter_blocks_reference
 from quire.kernels.cpu.pages.page_moves import Int64
-from quire.worker_proc.transfers.pages import group_caches
+from quire.worker_proc.batch.kv_cache import group_caches
 from quire.worker_proc.transfers.staged import StagedMover
 
 

@@ -74,12 +74,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},  # no default
     "dots3_note": {"text_config": _EQUAL_LAYERS},  # layers by number, of the large model
     "dots3_note_text": _EQUAL_LAYERS,
-    # Layers with wider heads have shorter blocks. The default is 32 times the width of the others here: then a block of
-    # those is longer than the prompts, and nothing is found in the prefix cache.
-    "gemma4": {"text_config": {"global_head_dim": 32}},
-    "gemma4_text": {"global_head_dim": 32},
-    "gemma4_unified": {"text_config": {"global_head_dim": 32}},
-    "gemma4_unified_text": {"global_head_dim": 32},
     "gemma4_assistant": {"text_config": _SHARED},  # the default is invalid
     "gemma4_unified_assistant": {"text_config": _SHARED},
     "granitemoehybrid": {"num_hidden_layers": LAYERS, "layer_types": ["linear_attention", "full_attention"] * 2},

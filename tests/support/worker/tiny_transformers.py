@@ -55,6 +55,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 512,
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+        "num_kv_shared_layers": 0,
+    },
     "gemma3n_text": {
         "head_dim": 8,
         "num_key_value_heads": 2,
@@ -70,8 +80,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """In order: the plainest; names without a prefix and a tied head; learnt positions below a nested decoder; keys wider
-than values and joined experts; queries, keys and values in one tensor of the checkpoint; sinks and windows; layers that
-read another layer's keys."""
+than values and joined experts; queries, keys and values in one tensor of the checkpoint; sinks and windows; layers with
+32 times as wide heads; layers that read another layer's keys."""
 
 
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": 1, "mamba_d_state": 16, "num_key_value_heads": 2}

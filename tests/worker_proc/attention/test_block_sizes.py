@@ -131,9 +131,8 @@ def config_of(block_size: int) -> EngineConfig:
     return EngineConfig(model=model, model_path="", max_model_len=128, block_size=block_size)
 
 
-def layout_of(*block_sizes: int) -> KVLayout:
-    groups = [KVGroup("full_attention", size, [index]) for index, size in enumerate(block_sizes)]
-    return KVLayout(groups, num_kv_heads=1, head_dim=8, dtype="float16")
+def layout_of(block_size: int) -> KVLayout:
+    return KVLayout([KVGroup("full_attention", block_size, [0])], num_kv_heads=1, head_dim=8, dtype="float16")
 
 
 def backend_with(**sizes: Any) -> AttentionBackend:
@@ -143,29 +142,28 @@ def backend_with(**sizes: Any) -> AttentionBackend:
 
 
 @pytest.mark.parametrize(
-    ("supported", "block_sizes", "fitting"),
+    ("supported", "block_size", "fitting"),
     [
-        ({}, (16,), 16),
-        ({}, (17,), 17),
-        ({"block_multiple": 256}, (16,), 256),
-        ({"block_multiple": 256}, (300,), 512),
-        ({"block_multiple": 256}, (512,), 512),
-        ({"block_multiple": 256}, (16, 32), 256),
-        ({"block_sizes": (64, 16), "block_multiple": 0}, (24,), 32),
-        ({"block_sizes": (64, 16), "block_multiple": 0}, (8, 16), 16),
+        ({}, 16, 16),
+        ({}, 17, 17),
+        ({"block_multiple": 256}, 16, 256),
+        ({"block_multiple": 256}, 300, 512),
+        ({"block_multiple": 256}, 512, 512),
+        ({"block_sizes": (64, 16), "block_multiple": 0}, 24, 32),
+        ({"block_sizes": (64, 16), "block_multiple": 0}, 8, 16),
     ],
     ids=str,
 )
 def test_next_size_that_the_kernels_read(
-    supported: dict[str, Any], block_sizes: tuple[int, ...], fitting: int, caplog: pytest.LogCaptureFixture
+    supported: dict[str, Any], block_size: int, fitting: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = backend_with(**supported)
-    assert fit_block_size(config_of(block_sizes[0]), layout_of(*block_sizes), [backend]) == fitting
+    assert fit_block_size(config_of(block_size), layout_of(block_size), [backend]) == fitting
     lines = [record.message for record in caplog.records]
-    if fitting == block_sizes[0]:
+    if fitting == block_size:
         assert not lines
     else:
-        assert len(lines) == 1 and f"wanted={block_sizes[0]} block_size={fitting}" in lines[0]
+        assert len(lines) == 1 and f"wanted={block_size} block_size={fitting}" in lines[0]
         assert "multiples of" in lines[0]
 
 

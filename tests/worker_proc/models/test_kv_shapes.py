@@ -1,4 +1,4 @@
-"""Models whose layers with a window have other KV heads or head dimensions, hence KV groups with their own blocks."""
+"""Models whose layers with a window have other KV heads or head dimensions, hence blocks that pack their layers."""
 
 import json
 import random
@@ -11,6 +11,7 @@ import pytest
 import torch
 from dense_attention import DenseBackend
 from inprocess import InProcessEngine
+from kv_cases import case, step
 from model_steps import Rows
 from plain_decoder import plain_logits
 from safetensors.torch import save_file
@@ -19,10 +20,11 @@ from thread_ranks import on_ranks
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import load_model_config, parse_model_config
+from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.worker_proc.attention import cpu
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.attention.supports import Supports
-from quire.worker_proc.batch.kv_cache import allocate_kv_caches
+from quire.worker_proc.batch.kv_cache import allocate_kv_caches, group_caches
 from quire.worker_proc.models.decoder import Decoder
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.parallel.group import TensorParallel
@@ -35,21 +37,21 @@ RAW: dict[str, Any] = {
     "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
 }  # fmt: skip
 
-SHAPES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+SHAPES: dict[str, tuple[dict[str, int], list[list[int]]]] = {
     "fewer heads without a window": (
         {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "global_head_dim": 16},
-        {"sliding_window": 4, "full_attention": 8},
+        [[1, 4], [0], [2], [3]],
     ),
     "wider heads without a window": (
         {"num_key_value_heads": 1, "num_global_key_value_heads": 2, "global_head_dim": 16},
-        {"sliding_window": 16, "full_attention": 4},
+        [[1], [4], [0, 2, 3]],
     ),
     "no whole multiple": (
         {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "global_head_dim": 12},
-        {"sliding_window": 4, "full_attention": 4},
+        [[1, 4], [0], [2], [3]],
     ),
 }
-"""Fields of ``config.json``; block sizes of the groups with ``--block-size 4``."""
+"""Fields of ``config.json``; layers of each group, those without a window first."""
 
 NEW_TOKENS = 20
 
@@ -97,26 +99,26 @@ def greedy(model: Decoder, prompt: list[int]) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", SHAPES)
-def test_engine_with_groups_of_different_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_with_packed_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefix hits, chunks, preemption in a tight pool, and kernels with smaller blocks; every step is checked."""
-    fields, block_sizes = SHAPES[name]
+    fields, groups = SHAPES[name]
     model = model_of(fields)
     folder = checkpoint(tmp_path, model, fields)
     rng = random.Random(3)
     start = [rng.randrange(97) for _ in range(50)]
     prompts = [(start[: 2 * n // 3] + [rng.randrange(97) for _ in range(n)])[:n] for n in (1, 9, 30, 45, 60, 75)]
     expected = [greedy(model, prompt) for prompt in prompts]
+    tight = 24 * (sum(1 in layers or 4 in layers for layers in groups) + 1)
     for settings in (
         {},
-        {"num_blocks_override": 48, "long_prefill_token_threshold": 7, "async_scheduling": False},
-        {"num_blocks_override": 48, "kernel": 2},
+        {"num_blocks_override": tight, "long_prefill_token_threshold": 7, "async_scheduling": False},
+        {"num_blocks_override": tight, "kernel": 2},
     ):
         kernel = settings.pop("kernel", 0)
         for path in ("NATIVE", "TORCH"):
             monkeypatch.setattr(cpu, path, Supports(block_sizes=(kernel,) if kernel else ()))
         engine = InProcessEngine(folder, max_model_len=96, block_size=4, max_num_seqs=6, **settings)
-        found = {(group.kind, group.block_size) for group in engine.runner.forward.groups}
-        assert found == set(block_sizes.items())
+        assert [group.layers for group in engine.runner.forward.groups] == groups
         for index, prompt in enumerate(prompts):
             engine.add(str(index), prompt, max_tokens=NEW_TOKENS)
         answers = engine.run()
@@ -128,24 +130,36 @@ def test_engine_with_groups_of_different_blocks(name: str, tmp_path: Path, monke
         assert again.num_cached_tokens >= 32 or "num_blocks_override" in settings
 
 
+@pytest.mark.parametrize("kernel", [4, 2])
 @pytest.mark.parametrize("name", SHAPES)
-def test_groups_with_blocks_of_equal_bytes_share_tensors(name: str) -> None:
-    fields, block_sizes = SHAPES[name]
+def test_a_block_is_the_same_bytes_in_every_group(name: str, kernel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, groups = SHAPES[name]
     layout = kv_layout(parse_model_config(RAW | fields, "config.json"), 4, "float32")
+    assert [group.layers for group in layout.groups] == groups
+    monkeypatch.setattr(cpu, "NATIVE", Supports(block_sizes=(kernel,)))
     caches = allocate_kv_caches(layout, 10, CpuBackend(), torch.device("cpu"))
-    tensors = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches.values()}
-    assert sum(tensors.values()) == 10 * layout.block_bytes
-    most = max(len(group.layers) for group in layout.groups)
-    assert len(tensors) == most + (2 if name == "no whole multiple" else 0)
-    assert {(group.kind, group.block_size) for group in layout.groups} == set(block_sizes.items())
-    if name == "no whole multiple":
-        return
-    for group in layout.groups:  # block 3 is the same bytes in every group
-        cache = caches[group.layers[0]]
-        cache.zero_()
-        cache[:, 3] = 1.0
-        others = [caches[other.layers[0]] for other in layout.groups]
-        assert all(other[:, 3].eq(1.0).all() and other.sum() == other[:, 3].numel() for other in others)
+    (memory,) = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches.values()}.values()
+    assert memory.nbytes() == 10 * layout.block_bytes
+    (whole,) = {blocks.data_ptr(): blocks for (blocks,) in group_caches(layout, caches, 10)}.values()
+    ratio = 4 // kernel
+    for group in layout.groups:
+        for number, layer in enumerate(group.layers, 1):
+            caches[layer][:, 3 * ratio : 4 * ratio] = number
+        written = sum(caches[layer][0].numel() for layer in group.layers) * 2 // 10
+        numbers = whole.view(torch.float32)
+        assert numbers[:, 3].count_nonzero() == numbers.count_nonzero() == written, "layers overlap or leave the block"
+        assert all(caches[layer].max() == number for number, layer in enumerate(group.layers, 1))
+        whole.zero_()
+
+
+def test_hits_end_at_the_last_whole_block_whatever_an_entry_weighs() -> None:
+    """One head of 512 without a window, 4 of 4 with one: 32 times the numbers. 2 of 3 blocks of 40 tokens are whole."""
+    fields = {"num_key_value_heads": 1, "head_dim": 16, "num_global_key_value_heads": 1, "global_head_dim": 512}
+    kv = KVCacheManager(kv_layout(parse_model_config(RAW | fields, "config.json"), 16, "float32"), 64, True)
+    step(kv, first := case(1, 40, 16), 40)
+    kv.free(first)
+    hits, num_hits = kv.get_computed_blocks(case(2, 40, 16))
+    assert num_hits == 32 and [len(blocks) for blocks in hits] == [2, 2, 2]
 
 
 def test_draft_model_with_several_shapes_is_refused(tmp_path: Path) -> None:
