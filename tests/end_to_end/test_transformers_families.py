@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "falcon_h1": {},
     "gemma3n_text": {"vocab_size_per_layer_input": 1024},
     "gpt2": {},
     "gpt_bigcode": {},
@@ -54,6 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {},
     "persimmon": {},
     "phi": {},
+    "qwen3_next": {},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": 8},
 }
 SIZE = {"vocab_size": 1024}

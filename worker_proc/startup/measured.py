@@ -49,7 +49,8 @@ def measured_plan(
     Raises:
         ConfigError: no block fits; the message has the measured memory.
     """
-    prompts, block_bytes = _prompts(config), layout.block_bytes + other_block_bytes
+    rows = min(config.max_num_seqs, plan.num_slots - 1) if layout.states else config.max_num_seqs
+    prompts, block_bytes = _prompts(config, rows), layout.block_bytes + other_block_bytes
     num_blocks = 1 + sum(-(-length // group.block_size) for length in prompts for group in layout.groups)
     num_blocks += len(prompts) * len(layout.groups)  # the decode step may begin a block
     before = _free(device)
@@ -85,10 +86,10 @@ def _free(device: torch.device) -> int:
     return free
 
 
-def _prompts(config: EngineConfig) -> list[int]:
+def _prompts(config: EngineConfig, most_rows: int) -> list[int]:
     """Return the lengths of prompts that fill a step: as many requests as possible, each with at least one token."""
-    budget = min(config.max_num_batched_tokens, config.max_num_seqs * (config.max_model_len - 1))
-    rows = min(config.max_num_seqs, budget)
+    budget = min(config.max_num_batched_tokens, most_rows * (config.max_model_len - 1))
+    rows = min(most_rows, budget)
     return [budget // rows + (row < budget % rows) for row in range(rows)]
 
 

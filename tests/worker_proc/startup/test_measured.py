@@ -15,8 +15,9 @@ from tiers import thinned
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.kv_layout import KVLayout, kv_layout
+from quire.protocol.model.kv_layout import KVLayout, StateTensor, kv_layout
 from quire.protocol.wire.worker_messages import Ready
+from quire.worker_proc.startup import setup
 from quire.worker_proc.startup.measured import MARGIN
 from quire.worker_proc.startup.setup import make_runner
 
@@ -50,6 +51,19 @@ def test_pool_has_the_memory_that_a_step_leaves(windows: list[int], monkeypatch:
     usable = int(0.95 * TOTAL) - (TOTAL - FREE) - plan.activations - int(MARGIN * TOTAL)
     assert plan.num_blocks == usable // layout.block_bytes == ready.num_blocks[0]
     assert plan.kv_cache == plan.num_blocks * layout.block_bytes
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("slots", [0, 2])
+def test_states_are_not_for_blocks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer slots than requests of a step: as many requests as there are slots are measured."""
+    states = [StateTensor("0", "recurrent 0", (2**18,), "float32")]
+    monkeypatch.setattr(setup, "state_tensors", lambda *given: states)
+    plan = start(monkeypatch, state_slots=slots)[0].plan
+    assert plan.num_slots == 1 + slots or (not slots and plan.num_slots > 8)
+    assert plan.states == plan.num_slots * MIB
+    others = plan.activations + plan.states + int(MARGIN * TOTAL)
+    assert plan.num_blocks == (int(0.95 * TOTAL) - (TOTAL - FREE) - others) * plan.num_blocks // plan.kv_cache
 
 
 @pytest.mark.full

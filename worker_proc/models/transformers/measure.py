@@ -121,7 +121,7 @@ def _outside(model: Any, products: dict[str, torch.nn.Linear]) -> str:
     return "" if few else max(others, key=lambda path: others[path])
 
 
-_Run = tuple[Any, list[Call], dict[str, Arguments], torch.Tensor, torch.Tensor]
+_Run = tuple[Any, list[Call], dict[str, list[Arguments]], torch.Tensor, torch.Tensor]
 
 
 def _run(config: Any) -> _Run:

@@ -68,7 +68,7 @@ class Watched:
     """Notes the arguments of the modules that take a cache and have no other such module inside."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.calls: dict[str, Arguments] = {}
+        self.calls: dict[str, list[Arguments]] = {}
         taking = {path for path, module in model.named_modules() if path and cache_argument(module) is not None}
         inner = [path for path in taking if not any(other.startswith(f"{path}.") for other in taking)]
         self._hooks = [
@@ -77,9 +77,7 @@ class Watched:
 
     def _note(self, path: str) -> Any:
         def note(module: torch.nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            if path in self.calls:
-                raise Unservable(f"calls {path}, which keeps a state, twice")
-            self.calls[path] = args, named
+            self.calls.setdefault(path, []).append((args, named))
 
         return note
 
@@ -90,7 +88,10 @@ class Watched:
 
 @torch.no_grad()
 def measured_states(
-    model: torch.nn.Module, calls: dict[str, Arguments], attending: Set[str], expected: Sequence[tuple[int, str, int]]
+    model: torch.nn.Module,
+    calls: dict[str, list[Arguments]],
+    attending: Set[str],
+    expected: Sequence[tuple[int, str, int]],
 ) -> list[MeasuredState]:
     """Return the states of all modules, in the order of the forward pass.
 
@@ -105,7 +106,7 @@ def measured_states(
     found: list[MeasuredState] = []
     indices: dict[int, set[int]] = {}
     tried: set[tuple[Any, ...]] = set()
-    for path, (args, named) in calls.items():
+    for path, [(args, named), *more] in calls.items():
         if path in attending:
             continue
         module = model.get_submodule(path)
@@ -114,6 +115,8 @@ def measured_states(
         noted, result = _call_alone(module, hidden, others)
         if not noted.states:
             continue
+        if more:
+            raise Unservable(f"calls {path}, which keeps a state, twice")
         if len(args) > 1 or any(isinstance(value, torch.Tensor | tuple | list) for value in others.values()):
             raise Unservable(f"gives further tensors to {path}, which keeps a state")
         if not isinstance(result, torch.Tensor) or result.shape[:-1] != hidden.shape[:-1]:
