@@ -129,8 +129,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             MEMORY,
             "slots of recurrent states, for models with such layers: one for each running request, and more for the "
-            "[prefix cache](models.md#recurrent-states); 0: at least 2 per request of a step, and as many bytes as "
-            "blocks",
+            "[prefix cache](models.md#recurrent-states); 0: a fifth of the pool's memory, but at least 2 per "
+            "request of a step",
             range=(0, 2**31 - 2),
             not_with=(STATELESS,),
         ),
