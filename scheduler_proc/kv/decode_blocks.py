@@ -199,8 +199,7 @@ class SteadyBlockAllocator:
             blocks, keys = [blocks[at] for at in kept], [keys[at] for at in kept]
         self._pool.cache_full_blocks(blocks, keys)
         if self._kv.states is not None:
-            for request in requests:
-                self._kv.states.keep(request)
+            self._kv.states.keep_due(requests)
 
     def _describe(self, requests: Sequence[SteadyRequest], events: KVEventRecorder) -> None:
         for request in requests:

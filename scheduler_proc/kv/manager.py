@@ -309,7 +309,7 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
         if self.states is not None:
-            self.states.invalidate(request.block_hashes, num_kept_tokens)
+            self.states.invalidate(request, num_kept_tokens)
 
     def act_for(self, request: CacheRequest) -> None:
         """Count what is allocated and freed next for the request's account."""
@@ -329,7 +329,7 @@ class KVCacheManager:
         self.coordinator.free(request.handle)
         self.pool.end_release()
         if self.states is not None:
-            self.states.free(request.handle)
+            self.states.free(request)
 
     def unpin(self, pin: int) -> None:
         """Let what is left of a pin be evicted as if it had not been pinned. Unknown numbers are ignored."""

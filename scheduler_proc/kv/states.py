@@ -5,7 +5,7 @@ a copy, a *checkpoint*, at a position chosen beforehand. A checkpoint has the ha
 position as its name, and is free from the moment it has one: it is evicted like a cached block that no request holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,17 +29,19 @@ class StateRequest(Protocol):
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that was not sent to the workers; its source is held until then.
+    """A copy that was not sent to the workers.
 
     Attributes:
         is_ready: the source has its content before the step being planned.
-        key: under which the target is found as soon as the copy was sent; None if it belongs to a request.
+        held: the blocks that only the copy holds: the source of a request's first state, or a target without an owner.
+        key: under which the target is found as soon as the copy was sent.
         supersedes: the source is evicted first from then on.
     """
 
     source: KVCacheBlock
     target: KVCacheBlock
     is_ready: bool
+    held: KVCacheBlock | None
     key: bytes | None = None
     supersedes: bool = False
 
@@ -81,8 +83,9 @@ class StateSlots:
         self._working: dict[int, KVCacheBlock] = {}
         self._stops: dict[int, list[int]] = {}
         """By handle: positions at which its prefill takes checkpoints, ascending."""
-        self._newest: dict[int, tuple[KVCacheBlock, bytes]] = {}
-        """By handle: the last checkpoint of its decode, and the name."""
+        self._saved: dict[int, tuple[KVCacheBlock, int]] = {}
+        """By handle: the slot with the last checkpoint of its decode, and the position. It has no name until the
+        request leaves, so that the next one can replace it at little cost."""
         self._copies: list[_Copy] = []
         self._shared: set[int] = set()
         """Slots with a checkpoint from which a request has begun, or where prompts branch."""
@@ -92,8 +95,8 @@ class StateSlots:
         return self._working[handle].block_id
 
     def has_room(self, handle: int) -> bool:
-        """Return whether a request has a slot, or one is free."""
-        return handle in self._working or self.pool.num_free_blocks > 0
+        """Return whether a request has a slot, or can get one."""
+        return handle in self._working or self.pool.num_free_blocks > 0 or bool(self._saved)
 
     def longest(self, block_hashes: Sequence[bytes], length: int) -> int:
         """Return the position of the last checkpoint within ``length`` tokens; 0 if there is none."""
@@ -110,7 +113,7 @@ class StateSlots:
             assert hit is not None, f"handle {request.handle}: no state at position {num_computed}"
             self.pool.touch((hit,))
         self._stops[request.handle] = self.stops(request, num_computed)
-        if hit is not None and not self.pool.num_free_blocks:
+        if hit is not None and not self.pool.num_free_blocks and not self._saved:
             # The checkpoint is in the only slot that was free. The request goes on in it, and others lose it: it would
             # wait for ever for a second one in a pool of one.
             self.pool.invalidate(self._key(request.block_hashes, num_computed))
@@ -120,7 +123,7 @@ class StateSlots:
         if hit is not None:
             supersedes = bool(self._stops[request.handle]) and hit.block_id not in self._shared
             self._shared.add(hit.block_id)
-            self._copies.append(_Copy(hit, slot, is_ready=True, supersedes=supersedes))
+            self._copies.append(_Copy(hit, slot, is_ready=True, held=hit, supersedes=supersedes))
 
     def stops(self, request: StateRequest, num_computed: int) -> list[int]:
         """Return where the prefill of a request that begins at ``num_computed`` takes checkpoints."""
@@ -134,28 +137,37 @@ class StateSlots:
         """Return the next position after ``num_computed`` at which a prefill must end a chunk; 0 if there is none."""
         return next((at for at in self._stops.get(handle, ()) if at > num_computed), 0)
 
+    def keep_due(self, requests: Iterable[StateRequest]) -> None:
+        """Call ``keep`` for the requests at a position for a checkpoint."""
+        grid = self.grid
+        for request in requests:
+            if not request.num_computed_tokens % grid:
+                self.keep(request)
+
     def keep(self, request: StateRequest) -> None:
         """Take a checkpoint of a request's state, if it is at a position for one and a slot is free."""
         at, handle, hashes = request.num_computed_tokens, request.handle, request.block_hashes
         if at % self.grid or not self.pool.enable_caching or not 0 < at <= len(hashes) // self._hashes * self.grid:
             return
-        stops = self._stops[handle]
-        decodes = not stops or at > stops[-1]
-        key = self._key(hashes, at)
-        if not (decodes or at in stops) or self.pool.get_cached_block(key) is not None:
-            return
-        if any(copy.key == key for copy in self._copies):
-            return
-        target = self._superseded(handle) if decodes else None
-        if target is None:
-            if not self.pool.num_free_blocks:
-                return
+        stops, slot = self._stops[handle], self._working[handle]
+        if not stops or at > stops[-1]:
+            self._save(handle, slot, at)
+        elif at in stops and self.pool.num_free_blocks:
+            key = self._key(hashes, at)
+            if self.pool.get_cached_block(key) is None and all(copy.key != key for copy in self._copies):
+                target = self._new_slot()
+                if at != stops[-1]:
+                    self._shared.add(target.block_id)
+                self._copies.append(_Copy(slot, target, is_ready=True, held=target, key=key))
+
+    def _save(self, handle: int, slot: KVCacheBlock, at: int) -> None:
+        """Replace the last checkpoint of a decode by its state at ``at``."""
+        target, before = self._saved.get(handle, (None, 0))
+        if target is None and self.pool.num_free_blocks:
             target = self._new_slot()
-        if decodes:
-            self._newest[handle] = target, key
-        elif at != stops[-1]:
-            self._shared.add(target.block_id)
-        self._copy(handle, target, is_ready=True, key=key)
+        if target is not None and before != at:
+            self._saved[handle] = target, at
+            self._copies.append(_Copy(slot, target, is_ready=True, held=None))
 
     def fork(self, parent: int, child: int, *, is_written: bool) -> None:
         """Give a child a slot with its parent's state. ``has_room`` must hold.
@@ -163,8 +175,11 @@ class StateSlots:
         ``is_written``: whether the parent's state is the one of the child before the step being planned; otherwise it
         is after that step.
         """
+        source = self._working[parent]
+        # Held, because the parent may end, and another request get its slot, before the step with the copy is sent.
+        self.pool.share((source,))
         self._working[child], self._stops[child] = self._new_slot(), []
-        self._copy(parent, self._working[child], is_ready=is_written)
+        self._copies.append(_Copy(source, self._working[child], is_written, held=source))
 
     def awaits_copy(self, handle: int) -> bool:
         """Whether the state of a running request is not in its slot before the next step."""
@@ -177,91 +192,89 @@ class StateSlots:
         for copy in self._copies:
             copy.is_ready = True
         for copy in taken:
-            self._release(copy)
-        self.pool.evict_first([copy.source for copy in taken if copy.supersedes])
+            if copy.held is not None:
+                # A checkpoint has a name only now: a request that finds it begins with a copy of it, which must be
+                # behind this one.
+                self._name(copy.target, copy.key)
+                self.pool.free_blocks((copy.held,))
+        superseded = [copy.source for copy in taken if copy.supersedes]
+        if superseded:
+            self.pool.evict_first(superseded)
         return [(copy.source.block_id, copy.target.block_id) for copy in taken]
 
-    def free(self, handle: int) -> None:
+    def free(self, request: StateRequest) -> None:
         """Free the slot of a request, if it has one. Its checkpoints stay."""
+        handle, hashes = request.handle, request.block_hashes
         slot = self._working.pop(handle, None)
         if slot is None:
             return
+        del self._stops[handle]
+        saved, at = self._saved.pop(handle, (None, 0))
+        key = self._key(hashes, at) if at and at <= len(hashes) // self._hashes * self.grid else None
         for copy in [copy for copy in self._copies if copy.target is slot]:
-            self._copies.remove(copy)
-            self.pool.free_blocks((copy.source,))
+            self._give_up(copy)
         # A checkpoint that was not copied yet: the slot itself becomes it. Nothing may wait for a step here, because in
         # a small pool the next step may need the very slot.
-        kept = [copy for copy in self._copies if copy.source is slot and copy.key is not None]
-        self._give_up(kept)
-        for copy in kept:
-            self._name(slot, copy.key)
-        del self._stops[handle]
-        self._newest.pop(handle, None)
+        for copy in [copy for copy in self._copies if copy.source is slot and copy.held is not slot]:
+            self._name(slot, copy.key or key)
+            self._give_up(copy)
+            key = None if copy.target is saved else key
+        if saved is not None:
+            self._name(saved, key)
+            self.pool.free_blocks((saved,))
         self.pool.free_blocks((slot,))
 
-    def invalidate(self, block_hashes: Sequence[bytes], num_kept_tokens: int) -> None:
-        """Invalidate the checkpoints of these tokens after the first ``num_kept_tokens``."""
-        first, end = num_kept_tokens // self.grid + 1, len(block_hashes) // self._hashes
-        keys = {self._key(block_hashes, index * self.grid) for index in range(first, end + 1)}
+    def invalidate(self, request: StateRequest, num_kept_tokens: int) -> None:
+        """Invalidate the checkpoints of a request's tokens after the first ``num_kept_tokens``."""
+        hashes = request.block_hashes
+        first, end = num_kept_tokens // self.grid + 1, len(hashes) // self._hashes
+        keys = {self._key(hashes, index * self.grid) for index in range(first, end + 1)}
         for key in keys:
             self.pool.invalidate(key)
-        self._give_up([copy for copy in self._copies if copy.key in keys])
+        for copy in [copy for copy in self._copies if copy.key in keys]:
+            self._give_up(copy)
+        if self._saved.get(request.handle, (None, 0))[1] > num_kept_tokens:
+            self._forget_saved(request.handle)
 
     def drop_contents(self) -> None:
-        """Drop all checkpoints."""
-        self._give_up([copy for copy in self._copies if copy.key is not None])
+        """Drop all checkpoints. No request may have a slot."""
+        assert not self._working, "a request has a state"
         self.pool.drop_contents()
 
     def check(self) -> None:
         """Raise AssertionError unless each slot is held by the request or by the copies that need it."""
-        waiting = [[copy.source, *([] if copy.key is None else [copy.target])] for copy in self._copies]
-        self.pool.check([list(self._working.values()), *waiting])
+        saved = [slot for slot, _ in self._saved.values()]
+        held = [copy.held for copy in self._copies if copy.held is not None]
+        own = [*self._working.values()]
+        self.pool.check([own, saved, held])
         assert self._working.keys() == self._stops.keys(), "positions of checkpoints are known without a slot"
-        assert self._newest.keys() <= self._working.keys(), "the last checkpoint of a request that has no slot"
-        own = {slot.block_id for slot in self._working.values()}
-        assert len(own) == len(self._working), "two requests have one slot"
-        targets = {copy.target.block_id for copy in self._copies if copy.key is None}
-        assert targets <= own, "a copy for a request that has ended"
+        assert self._saved.keys() <= self._working.keys(), "a checkpoint of a request that has no slot"
+        assert len(set(map(id, own + saved))) == len(own) + len(saved), "two requests have one slot"
+        targets = [copy.target for copy in self._copies if copy.held is not copy.target]
+        assert all(any(target is slot for slot in own + saved) for target in targets), "a copy for no request"
 
     def _key(self, block_hashes: Sequence[bytes], at: int) -> bytes:
         return block_hashes[at // self.grid * self._hashes - 1]
 
     def _new_slot(self) -> KVCacheBlock:
+        """Return a free slot, or else one with the checkpoint of a decode, which is only of use after its end."""
+        if not self.pool.num_free_blocks:
+            self._forget_saved(next(iter(self._saved)))
         slot = self.pool.get_new_blocks(1)[0]
         self._shared.discard(slot.block_id)
         return slot
 
-    def _superseded(self, handle: int) -> KVCacheBlock | None:
-        """Take back the last checkpoint of a decode, unless others use it; None if there is none."""
-        slot, key = self._newest.get(handle, (None, b""))
-        if slot is None or slot.ref_cnt or slot.block_hash != key:
-            return None
-        self.pool.touch((slot,))
-        self.pool.invalidate(key)
-        self._shared.discard(slot.block_id)
-        return slot
-
-    def _copy(self, handle: int, target: KVCacheBlock, *, is_ready: bool, key: bytes | None = None) -> None:
-        # Held, because the request may end, and another one get its slot, before the step with the copy is sent.
-        self.pool.share((self._working[handle],))
-        self._copies.append(_Copy(self._working[handle], target, is_ready, key))
-
-    def _release(self, copy: _Copy) -> None:
-        """Release what a copy holds that is being sent. Its target has a name only now.
-
-        A request that finds a checkpoint begins with a copy of it, which must be in a later step, or behind it.
-        """
-        self.pool.free_blocks((copy.source,))
-        if copy.key is not None:
-            self._name(copy.target, copy.key)
-            self.pool.free_blocks((copy.target,))
+    def _forget_saved(self, handle: int) -> None:
+        slot, _ = self._saved.pop(handle)
+        for copy in [copy for copy in self._copies if copy.target is slot]:
+            self._give_up(copy)
+        self.pool.free_blocks((slot,))
 
     def _name(self, slot: KVCacheBlock, key: bytes | None) -> None:
         if key is not None and self.pool.get_cached_block(key) is None:
             self.pool.cache_full_blocks((slot,), (key,))
 
-    def _give_up(self, copies: list[_Copy]) -> None:
-        """Forget copies that would make checkpoints."""
-        for copy in copies:
-            self._copies.remove(copy)
-            self.pool.free_blocks((copy.source, copy.target))
+    def _give_up(self, copy: _Copy) -> None:
+        self._copies.remove(copy)
+        if copy.held is not None:
+            self.pool.free_blocks((copy.held,))
