@@ -212,7 +212,7 @@ def test_quantised_checkpoints(form: str, tmp_path: Path) -> None:
     check_greedy(engine, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval())
 
 
-@pytest.mark.parametrize("family", ["cohere", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["cohere", "deepseek_v3", "falcon_h1"])
 def test_weights_rounded_at_the_start(family: str, tmp_path: Path) -> None:
     model = make_tiny(tmp_path, family)
     measured = read_model(tmp_path, "transformers")

@@ -13,6 +13,7 @@ from inprocess import InProcessEngine
 from tiny_transformers import HYBRIDS, make_tiny, tiny_config
 
 from quire.launch.config import measured_layouts
+from quire.launch.config.implementation import read_model
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
 from quire.worker_proc.models.transformers import measure as measuring
@@ -146,6 +147,13 @@ def test_beams_copy_states(checkpoint: Callable[[str], Made], tmp_path: Path) ->
     with torch.inference_mode():
         wanted = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **given)
     assert [each.tokens for each in engine.run()["0"].hypotheses] == wanted[:, len(PROMPTS[1]) :].tolist()
+
+
+def test_a_draft_model_has_no_states(checkpoint: Callable[[str], Made]) -> None:
+    folder, model = checkpoint("lfm2")[0], read_model(checkpoint("lfm2")[0])
+    drafts = {"method": "draft_model", "model": model, "model_path": str(folder)}
+    with pytest.raises(ConfigError, match="layers with recurrent states, which a draft model must not have"):
+        engine_of(folder, speculative=drafts, num_speculative_tokens=2)
 
 
 def test_states_follow_the_dtype_unless_they_are_wider() -> None:
