@@ -46,6 +46,21 @@ def test_prompts_branch_where_blocks_matched_further() -> None:
     assert found == [0, 0, 24, 24, 24, 24]
 
 
+def test_the_worked_example_of_docs() -> None:
+    layout = msgspec.structs.replace(make_layout(make_config(block_size=16)), states=STATES, state_chunk=64)
+    sizes = {"num_blocks": 200, "num_slots": 20, "block_size": 16, "max_model_len": 300, "max_num_batched_tokens": 256}
+    run = Driver(layout=layout, **sizes)
+    a = list(range(100))
+    assert ask(run, "a", a, 40) == 0
+    assert [dict(diff.counts).get(0) for diff in run.diffs[:2]] == [64, 36]
+    assert ask(run, "b", [*range(80), *range(900, 920)], 40) == 64
+    assert ask(run, "c", [*a, *run.answers["a"].tokens, *range(20)], 4) == 128
+    longer = [
+        ask(run, name, [*range(500, 640), *range(at, at + 60)]) for name, at in (("d", 0), ("e", 100), ("f", 200))
+    ]
+    assert longer == [0, 0, 128]
+
+
 def test_a_conversation_goes_on_from_its_answer() -> None:
     run = driver()
     prompt = list(range(10))
