@@ -11,6 +11,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from math import isnan
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import msgspec
@@ -31,10 +32,15 @@ classes, and other names for masks."""
 MODULE = "quire.worker_proc.models.transformers.measure"
 START_SECONDS = 300.0
 MEASURE_SECONDS = 120.0
-"""CPU seconds for one model. The largest that are known, of some hundred layers, take 10."""
+"""CPU seconds for one model. The largest that are known, of some hundred layers, take 10, and MAX_LAYERS take 30."""
+NOTE_SECONDS = 10.0
+"""Seconds until the log says that measuring takes long."""
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_NUMBER = 2**40
+_LAYERS = re.compile(r"(num|n)_(\w+_)?(layer|block)s?")
+_NEEDED = re.compile(r"(num|n)_((hidden_)?layers?|((attention|key_value|kv)_)?heads?)|hidden_size|vocab_size|n_embd")
+"""Numbers of which no model has none. Zeros of others, such as layers of a kind, are values."""
 MAX_SETTINGS_BYTES = 2**20
 
 NOT_KEPT = "the measured layout is not kept, so each start measures again"
@@ -87,18 +93,21 @@ def _check_numbers(path: Path, raw: dict[str, Any]) -> None:
     fields = list(raw.items())  # not by recursion, whose depth a file could choose
     for name, value in fields:
         shown = f"{path}: {printable(name)[1:-1]} must be"
-        most = MAX_LAYERS if re.fullmatch(r"(num|n)_(\w+_)?(layer|block)s?", name) else MAX_NUMBER
+        least, most = (0, MAX_LAYERS) if _LAYERS.fullmatch(name) else (-MAX_NUMBER, MAX_NUMBER)
+        least = 1 if _NEEDED.fullmatch(name) else least
         if isinstance(value, dict):
             fields += value.items()
         elif isinstance(value, list):
             fields += [(name, each) for each in value]
-        elif isinstance(value, int) and abs(value) > most:
-            raise ConfigError(f"{shown} at most {most} (got {printable(value)})")
+        elif isinstance(value, int) and not least <= value <= most:
+            raise ConfigError(f"{shown} from {least} to {most} (got {printable(value)})")
         elif isinstance(value, float) and isnan(value):
             raise ConfigError(f"{shown} a number (got NaN)")
 
 
 def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:
+    note = Timer(NOTE_SECONDS, log.info, ["measuring takes long"], {"max_cpu_seconds": MEASURE_SECONDS})
+    note.start()
     try:
         with closing(Helper(MODULE, b"", START_SECONDS)) as helper:
             answer = helper.ask(settings.encode(), MEASURE_SECONDS, START_SECONDS)
@@ -107,6 +116,8 @@ def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:
             raise ConfigError(f"{path}: measuring the model takes more than {MEASURE_SECONDS:g} CPU seconds") from None
         cause = "the machine is too busy" if died.was_starved else f"its process ended by signal {died.signal}"
         raise ConfigError(f"{path}: the model cannot be measured with transformers: {cause}") from None
+    finally:
+        note.cancel()
     return msgspec.msgpack.decode(answer, type=MeasuredConfig | Refused)
 
 

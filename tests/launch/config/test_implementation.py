@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -108,10 +109,12 @@ def test_a_layout_is_measured_once_for_each_config_and_version(
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096 (got 1000000000)"),
-        ({"text_config": {"n_layer": 10**9}}, "n_layer must be at most 4096"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to 1024 (got 1000000000)"),
+        ({"text_config": {"n_layer": -3}}, "n_layer must be from 1 to 1024 (got -3)"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be from 0 to 1024 (got -1)"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be from 1 to 1099511627776 (got 0)"),
         ({"rope_parameters": {"short_factor": [1.0, math.nan]}}, "short_factor must be a number (got NaN)"),
-        ({"hidden_size": 10**30}, "hidden_size must be at most 1099511627776"),
+        ({"hidden_size": 10**30}, "hidden_size must be from 1 to 1099511627776"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "method 'bitsandbytes' is not supported",
@@ -177,6 +180,29 @@ def test_what_the_helper_answers_is_one_line(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match=reason):
         read_model(write(tmp_path, NEOX))
+
+
+def test_measuring_that_takes_long_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Event()
+
+    class Slow:
+        def __init__(self, *given: object) -> None: ...
+
+        def ask(self, *question: object) -> bytes:
+            assert noted.wait(60)
+            return msgspec.msgpack.encode(LAYOUT)
+
+        def close(self) -> None: ...
+
+    def info(message: str, **data: object) -> None:
+        if message == "measuring takes long" and data == {"max_cpu_seconds": 120.0}:
+            noted.set()
+
+    monkeypatch.setattr(measured_layouts, "Helper", Slow)
+    monkeypatch.setattr(measured_layouts, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(measured_layouts.log, "info", info)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert read_model(write(tmp_path, NEOX)).num_layers == 3
 
 
 FP8 = {"quant_method": "fp8"}

@@ -99,6 +99,16 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
             {"attention_chunk_size": 16, "intermediate_size_mlp": 48, "num_key_value_heads": 4},
             "chunked attention",
         ),
+        (
+            "llama4_text",  # it scales queries by positions that it counts itself, where it does not rotate them
+            {
+                "layer_types": ["full_attention"] * 3,
+                "no_rope_layers": [1, 0, 1],
+                "intermediate_size_mlp": 48,
+                "num_key_value_heads": 4,
+            },
+            "counts tokens in model.layers.1.self_attn in place of reading their positions",
+        ),
         ("diffllama", {}, "calls attention twice in one layer"),
         ("starcoder2", {"num_key_value_heads": 8}, "has 4 heads of queries, 8 of keys and 8 of values"),
         (
@@ -123,6 +133,12 @@ def test_a_model_that_computes_something_else_is_refused(family: str, changes: d
     settings = tiny_config(family, **changes).to_json_string(use_diff=False)
     found = msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
     assert isinstance(found, Refused) and reason in found.reason
+
+
+def test_counts_of_experts_are_no_positions() -> None:
+    """One expert for each token: as many rows as tokens."""
+    settings = tiny_config("deepseek_v3", num_experts_per_tok=1).to_json_string(use_diff=False)
+    assert isinstance(msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig), MeasuredConfig)
 
 
 @pytest.mark.parametrize(
