@@ -54,6 +54,8 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
             number. Linear layers of one list had the same input, so that one product can compute them.
         linears: outputs and inputs of those linear layers but the head and lists of experts, by their paths.
         outside: path of the largest weight that no such layer has, if most weights are of that kind; otherwise "".
+        ranks: ranks of tensor parallelism.
+        own_layers: ``layers`` with the heads of one of several ranks; empty: those of ``layers``.
     """
 
     class_name: str
@@ -67,6 +69,15 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     replaceable: list[list[str]] = []
     linears: dict[str, tuple[int, int]] = {}
     outside: str = ""
+    ranks: int = 1
+    own_layers: list[MeasuredLayer] = []
+
+
+class DivisionQuestion(msgspec.Struct, frozen=True):
+    """Asks for a measured layout on several ranks."""
+
+    measured: MeasuredConfig
+    ranks: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -68,10 +68,11 @@ def save(folder: Path, family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_outlives_its_worker(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family, ranks", [*((family, 1) for family in FAMILIES), ("gpt_neox", 2)])
+def test_an_answer_outlives_its_worker(family: str, ranks: int, tmp_path: Path) -> None:
     model = save(tmp_path, family)
-    server = Served(str(tmp_path), "--served-model-name", "tiny", "--model-impl", "transformers", "--block-size", "8")
+    flags = ["--model-impl", "transformers", "--block-size", "8", "--tensor-parallel-size", str(ranks)]
+    server = Served(str(tmp_path), "--served-model-name", "tiny", *flags)
     worker = server.victims("worker")[0]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     text = ""

@@ -14,7 +14,7 @@ from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.implementation import read_model
 from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, Refused
+from quire.protocol.model.measured_config import DivisionQuestion, MeasuredConfig, MeasuredLayer, Refused
 from quire.protocol.process.helper import HelperDied
 
 LLAMA = {
@@ -51,14 +51,19 @@ LAYOUT = MeasuredConfig(
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the helper answer LAYOUT; return the texts that it is asked about."""
+    """Let the helpers answer LAYOUT, which three ranks cannot share; return what they are asked about."""
     asked: list[str] = []
 
     def measure(path: Path, settings: str) -> MeasuredConfig:
         asked.append(settings)
         return LAYOUT
 
+    def divide(flag: str, question: DivisionQuestion) -> MeasuredConfig | Refused:
+        asked.append(str(question.ranks))
+        return Refused("has 4 heads") if question.ranks == 3 else msgspec.structs.replace(LAYOUT, ranks=question.ranks)
+
     monkeypatch.setattr(measured_layouts, "_measure", measure)
+    monkeypatch.setattr(measured_layouts, "_divide", divide)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return asked
 
@@ -219,8 +224,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "LoRA adapters of linear layers outside of experts": {"enable_lora": True},
     "weights rounded at the start (`--quantization`)": {"quantization": "int8"},
     "quantised checkpoints: compressed-tensors, fp8, GPTQ, AWQ, ModelOpt": {"quantization_config": FP8},
+    "tensor parallelism of classes that have a plan for it (below)": {"tensor_parallel_size": 2},
     "bitwise equal answers": {"deterministic": True},
-    "tensor parallelism": {"tensor_parallel_size": 2},
     "the chosen experts": {"enable_return_routed_experts": True},
 }
 """Rows of the table of docs/models.md: flags, or fields of ``config.json``. Those without either have none."""
@@ -241,6 +246,20 @@ def test_the_table_of_features_is_what_happens(tmp_path: Path, measured: list[st
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     rows = [f"| {name} | {outcome(tmp_path, given)} |" for name, given in FEATURES.items()]
     assert "\n".join(["| feature | |", "|---|---|", *rows, ""]) in text
+
+
+def test_a_plan_is_tried_once_for_each_number_of_ranks(tmp_path: Path, measured: list[str]) -> None:
+    def ranks(size: int, config: dict[str, Any] = NEOX) -> int:
+        options = EngineOptions(load_format="dummy", model_impl="transformers", tensor_parallel_size=size)
+        found = make_engine_config(options, folder=write(tmp_path, config)).model.transformers
+        assert found is not None
+        return found.ranks
+
+    assert [ranks(size) for size in (2, 2, 4, 1)] == [2, 2, 4, 1] and measured[1:] == ["2", "4"]
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 3: the model has 4 heads: omit the flag$"):
+        ranks(3)
+    with pytest.raises(ConfigError, match=r"the model has 4 heads: omit the flag, or set --model-impl native$"):
+        ranks(3, LLAMA)
 
 
 def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measured: list[str]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from quire.worker_proc.models.ops import Ops, TorchOps
-from quire.worker_proc.models.transformers.linears import Forward, JoinedProduct, compute_by
+from quire.worker_proc.models.transformers.forwards import Forward, compute_by
+from quire.worker_proc.models.transformers.linears import JoinedProduct
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _TOLERANCE = 1e-5
