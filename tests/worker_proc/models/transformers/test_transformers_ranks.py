@@ -76,7 +76,7 @@ def answers(folder: Path, model: ModelConfig, adapters: list[Path] | None = None
     """Return the tokens of two ranks, which are the same: of all prompts, or of one with each adapter."""
     requests = [(prompt, 0) for prompt in PROMPTS] if adapters is None else [(PROMPTS[1], n) for n in range(3)]
     settings = {"tensor_parallel_size": 2, "enable_lora": adapters is not None, "model": model}
-    adapter_config(folder, **settings)  # msgspec reads types when it first needs them, which threads must not do at once
+    adapter_config(folder, **settings)  # threads must not be the first that let msgspec read its type
 
     def on_rank(group: ThreadRank) -> list[list[int]]:
         runner = AdapterRunner(folder, group=group, **settings)
