@@ -12,7 +12,7 @@ from checkpoints import greedy_tokens
 from peft_adapters import make_peft_adapter
 from quantised_checkpoints import FORMATS, quantise_checkpoint
 from thread_ranks import ThreadRank, on_ranks
-from tiny_transformers import FAMILIES, MLA, make_tiny, tiny_config
+from tiny_models import make_tiny, tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3Config
 
@@ -24,20 +24,18 @@ from quire.worker_proc.models.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.full
 
-GQA = {"num_key_value_heads": 2, "head_dim": 8}
-EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
-EXPERTS |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+ODD = {"vocab_size": 97}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "gpt_neox": (2, {}),
+    "gpt_neox": (2, ODD),
     "cohere": (2, {"num_key_value_heads": 2}),
-    "olmo": (2, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "phi3": (4, {"num_key_value_heads": 2, "pad_token_id": 0}),
+    "olmo": (2, ODD | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "phi3": (4, {"num_key_value_heads": 2}),
     "olmo2": (4, {}),
-    "granite_swa": (2, GQA),
-    "deepseek_v2": (2, MLA | EXPERTS),
+    "granite_swa": (2, {"num_key_value_heads": 2}),
+    "deepseek_v2": (2, {}),
     "deepseek_v3": (4, {}),
-    "dots1": (2, GQA | EXPERTS),
-    "aria_text": (2, GQA | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}),
+    "dots1": (2, {"num_key_value_heads": 2}),
+    "aria_text": (2, {"num_key_value_heads": 2}),
 }
 """Heads of each of two ranks, of 4, and settings. In order: joined heads, biases and parallel layers; KV heads; tied
 rows of an odd number; outputs that are gathered, joined ones and with norms over all heads; sinks; keys from latents;
@@ -100,7 +98,7 @@ def test_greedy_tokens_equal_transformers(family: str, tmp_path: Path, built: li
 
 def test_adapters(tmp_path: Path) -> None:
     """Of layers that are divided by outputs, by inputs, and not at all, in the same steps."""
-    model = make_tiny(tmp_path, "deepseek_v2", **(MLA | EXPERTS))
+    model = make_tiny(tmp_path, "deepseek_v2")
     names, folders = ["q_a_proj", "kv_b_proj", "o_proj"], [tmp_path / "1", tmp_path / "2"]
     tuned = [make_peft_adapter(model, each, seed=n, target_modules=names) for n, each in enumerate(folders)]
     wanted = [greedy_tokens(each, [PROMPTS[1]], NUM_TOKENS)[0] for each in (model, *tuned)]
@@ -109,7 +107,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["awq", "gptq-act-order", "fp8-blocks", "nvfp4"])
 def test_quantised_checkpoints(form: str, tmp_path: Path) -> None:
-    make_tiny(tmp_path / "source", "cohere", hidden_size=64, intermediate_size=96, num_key_value_heads=2)
+    make_tiny(tmp_path / "source", "cohere", num_key_value_heads=2)
     plain, folder = quantise_checkpoint(tmp_path / "source", tmp_path, FORMATS[form]()), tmp_path / "packed"
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     found = answers(folder, with_stored_format(folder, stored_tensors(folder, renamed=False), read(folder)))
@@ -133,21 +131,21 @@ def test_quantised_checkpoints(form: str, tmp_path: Path) -> None:
             {},
             None,
             3,
-            "has no 3 equal parts of model.layers.0.self_attn.q_proj.weight, whose shape is [32, 32]",
+            "has no 3 equal parts of model.layers.0.self_attn.q_proj.weight, whose shape is [64, 64]",
         ),
         # Its feed-forward layers choose outputs by their mean and deviation over the whole width.
         (
             "gemma3n_text",
-            {"activation_sparsity_pattern": [0.5] * 6},
+            {"activation_sparsity_pattern": [0.5] * 4},
             None,
             2,
             "computes something else on 2 ranks, by its plan",
         ),
         # Halves of joined queries, keys and values are other heads.
-        ("phi3", {"pad_token_id": 0}, {"layers.*.self_attn.qkv_proj": "colwise"}, 2, "does not run on a part of its"),
-        ("phi3", {"pad_token_id": 0}, {"layers.*.mlp.gate_up_proj": "colwise"}, 2, "does not run on a part of its"),
-        ("phi3", {"pad_token_id": 0}, {"layers.*.self_attn.o_proj": "own"}, 2, "layers.0.self_attn.o_proj own in its"),
-        ("phi3", {"pad_token_id": 0}, {"layers.*.mlp": "rowwise"}, 2, "layers.0.mlp rowwise, which is a Phi3MLP"),
+        ("phi3", {}, {"layers.*.self_attn.qkv_proj": "colwise"}, 2, "does not run on a part of its"),
+        ("phi3", {}, {"layers.*.mlp.gate_up_proj": "colwise"}, 2, "does not run on a part of its"),
+        ("phi3", {}, {"layers.*.self_attn.o_proj": "own"}, 2, "layers.0.self_attn.o_proj own in its"),
+        ("phi3", {}, {"layers.*.mlp": "rowwise"}, 2, "layers.0.mlp rowwise, which is a Phi3MLP"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(
@@ -160,6 +158,6 @@ def test_a_model_that_ranks_cannot_share_is_refused(
 ) -> None:
     if plan is not None:
         monkeypatch.setattr(Phi3Config, "base_model_tp_plan", Phi3Config.base_model_tp_plan | plan)
-    settings = tiny_config(family, **(FAMILIES.get(family, {}) | changes)).to_json_string(use_diff=False)
+    settings = tiny_config(family, **changes).to_json_string(use_diff=False)
     found = divided(settings, size)
     assert isinstance(found, Refused) and reason in found.reason
