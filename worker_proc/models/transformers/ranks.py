@@ -1,7 +1,7 @@
 """Tries whether a class of transformers computes the same on several ranks, before any weight is loaded.
 
 A plan for tensor parallelism is a promise of the class, which its code may not keep: it may use the whole number of
-heads, or cut joined projections in the wrong place. So the first layers of each kind run with numbers, once whole and
+heads, or cut joined projections in the wrong place. So the first layer of each kind runs with numbers, once whole and
 once as each rank, and all results are compared. The module runs as a helper process, as ``measure.py``.
 """
 
@@ -32,7 +32,7 @@ from quire.worker_proc.models.transformers.measure import EXTRA_BYTES
 from quire.worker_proc.models.transformers.watch import pattern_of
 
 TRIED = "quire_tried"
-TOKENS = 4
+TOKENS = 2
 _TOLERANCE = 1e-3
 """Of the largest result of a module. Sums in float32 differ by 1e-5 of it."""
 
@@ -120,24 +120,28 @@ def _reason(measured: MeasuredConfig, ranks: int, error: Exception) -> str:
 
 
 def _keep_first_layers(model: Any, measured: MeasuredConfig) -> list[int]:
-    """Remove the layers behind the first one of each kind; return the first layer of each layer's kind."""
+    """Keep the first layer of each kind; return for each layer the call of attention by the kept one of its kind.
+
+    If layers read keys of others, all layers before the last kept one stay too.
+    """
     first: dict[Any, int] = {}
     kinds: list[int] = []
-    kept: dict[str, int] = {}
+    places: list[tuple[str, int]] = []
     for index, layer in enumerate(measured.layers):
         match = re.match(r"(.+?)\.(\d+)\.", layer.module)
         if match is None:
             raise Unservable(f"attends in {layer.module}, which is in no list of layers")
-        number = int(match[2])
+        places.append((match[1], int(match[2])))
         own = msgspec.structs.replace(layer, module=pattern_of(layer.module), source=0)
-        weights = model.get_submodule(match[1])[number].named_parameters()
+        weights = model.get_submodule(match[1])[places[index][1]].named_parameters()
         shapes = tuple((name, tuple(weight.shape)) for name, weight in weights)
         kinds.append(first.setdefault((own, layer.source == index, shapes), index))
-        if kinds[-1] == index:
-            kept[match[1]] = number + 1
-    for path, count in kept.items():
-        del model.get_submodule(path)[count:]
-    return kinds
+    reads = any(layer.source != index for index, layer in enumerate(measured.layers))
+    kept = set(places[: max(kinds) + 1] if reads else (places[index] for index in first.values()))
+    for path, number in sorted(set(places) - kept, reverse=True):
+        del model.get_submodule(path)[number]
+    calls = [index for index, place in enumerate(places) if place in kept]
+    return [calls.index(kind) for kind in kinds]
 
 
 _Heads = tuple[int, int, tuple[int, int]]
@@ -191,7 +195,8 @@ def _fill(model: Any, division: Division) -> None:
     for path, weight in weights.items():
         shape, part = shapes[path], division.parts.get(path)
         strides = ([0] * len(shape) + [7, 1])[2:]
-        scaled = numbers[crc32(path.encode()) % _PLACES :] / (shape[-1] ** 0.5 if len(shape) > 1 else 1.0)
+        start = crc32(path.encode()) % _PLACES
+        scaled = numbers[start : start + 8 * max(shape, default=1)] / (shape[-1] ** 0.5 if len(shape) > 1 else 1.0)
         whole = scaled.as_strided(shape, strides)
         if part is not None:
             whole = part.of(whole[:1] if len(shape) > 2 else whole)
