@@ -12,7 +12,7 @@ import msgspec
 from quire.launch.config.adapter_options import check_adapter_sizes
 from quire.launch.config.declared import check_fit, check_needs, check_range, check_ranges
 from quire.launch.config.end_tokens import with_end_tokens
-from quire.launch.config.implementation import check_implementation, read_model
+from quire.launch.config.implementation import check_implementation, for_ranks, read_model
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
 from quire.launch.config.options import EngineOptions
@@ -77,7 +77,8 @@ def make_engine_config(
     settings["ssd_cache_dir"] = _absolute(options.ssd_cache_dir)
     return EngineConfig(
         **settings,
-        model=with_end_tokens(model, folder, template),  # last: it starts a process, which a refusal does not need
+        # last: these start processes, which a refusal does not need
+        model=with_end_tokens(for_ranks(model, options.tensor_parallel_size), folder, template),
         model_path=str(folder) if folder is not None else "",
         device=device,
         dtype=dtype,
@@ -296,7 +297,9 @@ def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cp
 
 
 def _check_ranks(model: ModelConfig, size: int) -> None:
-    """Raise ConfigError unless ``size`` ranks divide the model's heads and widths."""
+    """Raise ConfigError unless ``size`` ranks divide the heads and widths of a model that Quire's code computes."""
+    if model.transformers is not None:
+        return
 
     def divides(ranks: int) -> bool:
         shared = all(heads % ranks == 0 or ranks % heads == 0 for heads, _ in model.all_kv_shapes)

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Literal
 
-from quire.launch.config.measured_layouts import measured_layout
+import msgspec
+
+from quire.launch.config.measured_layouts import divided_layout, measured_layout
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.config_fields import read_json
 from quire.protocol.model.gguf_file import is_gguf
+from quire.protocol.model.measured_config import Refused
 from quire.protocol.model.model_config import (
     ModelConfig,
     config_file,
@@ -17,6 +20,7 @@ from quire.protocol.model.model_config import (
 from quire.protocol.settings import EngineSettings
 
 FLAG = "--model-impl"
+RANKS_FLAG = "--tensor-parallel-size"
 Implementation = Literal["auto", "native", "transformers"]
 
 
@@ -55,16 +59,33 @@ def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
     _check_format(model)
     refused = {
         "--deterministic": settings.deterministic,
-        "--tensor-parallel-size above 1": settings.tensor_parallel_size > 1,
         "--enable-lora": settings.enable_lora and not model.transformers.linears,
         "--enable-return-routed-experts": settings.enable_return_routed_experts,
     }
     flag = next((name for name, given in refused.items() if given), None)
     if flag is not None:
-        own = f", or set {FLAG} native" if is_native(model.architecture) else ""
         raise ConfigError(
-            f"{flag} is not supported for {model.architecture}, which transformers computes: omit the flag{own}"
+            f"{flag} is not supported for {model.architecture}, which transformers computes: {_advice(model)}"
         )
+
+
+def for_ranks(model: ModelConfig, ranks: int) -> ModelConfig:
+    """Return the model as each of several ranks computes it.
+
+    Raises:
+        ConfigError: transformers computes the model, and ranks cannot share it.
+    """
+    measured = model.transformers
+    if measured is None or measured.ranks == ranks:
+        return model
+    found = divided_layout(RANKS_FLAG, measured, ranks)
+    if isinstance(found, Refused):
+        raise ConfigError(f"{RANKS_FLAG} {ranks}: the model {found.reason}: {_advice(model)}")
+    return msgspec.structs.replace(model, transformers=found)
+
+
+def _advice(model: ModelConfig) -> str:
+    return "omit the flag" + (f", or set {FLAG} native" if is_native(model.architecture) else "")
 
 
 def _check_format(model: ModelConfig) -> None:

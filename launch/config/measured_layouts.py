@@ -11,12 +11,13 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from math import isnan
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import msgspec
 
 from quire.protocol.errors import ConfigError, printable
-from quire.protocol.model.measured_config import MeasuredConfig, Refused
+from quire.protocol.model.measured_config import DivisionQuestion, MeasuredConfig, Refused
 from quire.protocol.process.cache_folder import private_folder
 from quire.protocol.process.helper import Helper, HelperDied
 from quire.protocol.process.log import event_logger
@@ -29,12 +30,18 @@ OLDEST = (5, 24)
 classes, and other names for masks."""
 
 MODULE = "quire.worker_proc.models.transformers.measure"
+RANKS_MODULE = "quire.worker_proc.models.transformers.ranks"
 START_SECONDS = 300.0
 MEASURE_SECONDS = 120.0
-"""CPU seconds for one model. The largest that are known, of some hundred layers, take 10."""
+"""CPU seconds for one model. The largest that are known, of some hundred layers, take 10, and MAX_LAYERS take 30."""
+NOTE_SECONDS = 10.0
+"""Seconds until the log says that measuring takes long."""
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_NUMBER = 2**40
+_LAYERS = re.compile(r"(num|n)_(\w+_)?(layer|block)s?")
+_NEEDED = re.compile(r"(num|n)_((hidden_)?layers?|((attention|key_value|kv)_)?heads?)|hidden_size|vocab_size|n_embd")
+"""Numbers of which no model has none. Zeros of others, such as layers of a kind, are values."""
 MAX_SETTINGS_BYTES = 2**20
 
 NOT_KEPT = "the measured layout is not kept, so each start measures again"
@@ -55,14 +62,30 @@ def measured_layout(path: Path, raw: dict[str, Any]) -> MeasuredConfig:
     if len(settings) > MAX_SETTINGS_BYTES:
         raise ConfigError(f"{path}: has more than {MAX_SETTINGS_BYTES} characters, which no model needs: shorten it")
     kept = _kept_file(f"{_measuring_code()} {installed} {settings}")
-    if kept is not None:
-        with suppress(OSError, msgspec.MsgspecError):  # none yet, or damaged
-            return msgspec.msgpack.decode(kept.read_bytes(), type=MeasuredConfig)
-    log.info("measuring the model's attention with transformers", version=installed)
-    found = _measure(path, settings)
+    found = _read_kept(kept)
+    if found is None:
+        log.info("measuring the model's attention with transformers", version=installed)
+        found = _measure(path, settings)
+        _keep(kept, found)
     if isinstance(found, Refused):
         raise ConfigError(f"{path}: the model {found.reason}")
-    if kept is not None:
+    return found
+
+
+def divided_layout(flag: str, measured: MeasuredConfig, ranks: int) -> MeasuredConfig | Refused:
+    """Return the layout with the heads of each of several ranks, from an earlier start if possible.
+
+    Args:
+        flag: the flag that asks for ranks, for messages.
+
+    Raises:
+        ConfigError: it cannot be found out whether ranks can share the model.
+    """
+    kept = _kept_file(f"{_measuring_code()} {measured.version} {ranks} {measured.settings}")
+    found = _read_kept(kept)
+    if found is None:
+        log.info("trying the model's plan for tensor parallelism in transformers", ranks=ranks)
+        found = _divide(flag, DivisionQuestion(measured, ranks))
         _keep(kept, found)
     return found
 
@@ -87,26 +110,40 @@ def _check_numbers(path: Path, raw: dict[str, Any]) -> None:
     fields = list(raw.items())  # not by recursion, whose depth a file could choose
     for name, value in fields:
         shown = f"{path}: {printable(name)[1:-1]} must be"
-        most = MAX_LAYERS if re.fullmatch(r"(num|n)_(\w+_)?(layer|block)s?", name) else MAX_NUMBER
+        least, most = (0, MAX_LAYERS) if _LAYERS.fullmatch(name) else (-MAX_NUMBER, MAX_NUMBER)
+        least = 1 if _NEEDED.fullmatch(name) else least
         if isinstance(value, dict):
             fields += value.items()
         elif isinstance(value, list):
             fields += [(name, each) for each in value]
-        elif isinstance(value, int) and abs(value) > most:
-            raise ConfigError(f"{shown} at most {most} (got {printable(value)})")
+        elif isinstance(value, int) and not least <= value <= most:
+            raise ConfigError(f"{shown} from {least} to {most} (got {printable(value)})")
         elif isinstance(value, float) and isnan(value):
             raise ConfigError(f"{shown} a number (got NaN)")
 
 
 def _measure(path: Path, settings: str) -> MeasuredConfig | Refused:
+    return _ask(str(path), MODULE, settings.encode())
+
+
+def _divide(flag: str, question: DivisionQuestion) -> MeasuredConfig | Refused:
+    return _ask(flag, RANKS_MODULE, msgspec.msgpack.encode(question))
+
+
+def _ask(place: str, module: str, question: bytes) -> MeasuredConfig | Refused:
+    """Ask a helper process about a model. ``place``: a file or a flag, for messages."""
+    note = Timer(NOTE_SECONDS, log.info, ["measuring takes long"], {"max_cpu_seconds": MEASURE_SECONDS})
+    note.start()
     try:
-        with closing(Helper(MODULE, b"", START_SECONDS)) as helper:
-            answer = helper.ask(settings.encode(), MEASURE_SECONDS, START_SECONDS)
+        with closing(Helper(module, b"", START_SECONDS)) as helper:
+            answer = helper.ask(question, MEASURE_SECONDS, START_SECONDS)
     except HelperDied as died:
         if died.took_too_long:
-            raise ConfigError(f"{path}: measuring the model takes more than {MEASURE_SECONDS:g} CPU seconds") from None
+            raise ConfigError(f"{place}: measuring the model takes more than {MEASURE_SECONDS:g} CPU seconds") from None
         cause = "the machine is too busy" if died.was_starved else f"its process ended by signal {died.signal}"
-        raise ConfigError(f"{path}: the model cannot be measured with transformers: {cause}") from None
+        raise ConfigError(f"{place}: the model cannot be measured with transformers: {cause}") from None
+    finally:
+        note.cancel()
     return msgspec.msgpack.decode(answer, type=MeasuredConfig | Refused)
 
 
@@ -125,7 +162,16 @@ def _kept_file(key: str) -> Path | None:
         return None
 
 
-def _keep(file: Path, found: MeasuredConfig) -> None:
+def _read_kept(file: Path | None) -> MeasuredConfig | Refused | None:
+    if file is not None:
+        with suppress(OSError, msgspec.MsgspecError):  # none yet, or damaged
+            return msgspec.msgpack.decode(file.read_bytes(), type=MeasuredConfig)
+    return None
+
+
+def _keep(file: Path | None, found: MeasuredConfig | Refused) -> None:
+    if file is None or isinstance(found, Refused):
+        return
     scratch = file.with_suffix(f".{os.getpid()}")
     try:
         scratch.write_bytes(msgspec.msgpack.encode(found))

@@ -74,6 +74,8 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
         outside: path of the largest weight that no such layer has, if most weights are of that kind; otherwise "".
         states: recurrent states, in the order of the forward pass. Their layers are not among ``layers`` unless they
             attend too.
+        ranks: ranks of tensor parallelism.
+        own_layers: ``layers`` with the heads of one of several ranks; empty: those of ``layers``.
     """
 
     class_name: str
@@ -88,6 +90,15 @@ class MeasuredConfig(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     linears: dict[str, tuple[int, int]] = {}
     outside: str = ""
     states: list[MeasuredState] = []
+    ranks: int = 1
+    own_layers: list[MeasuredLayer] = []
+
+
+class DivisionQuestion(msgspec.Struct, frozen=True):
+    """Asks for a measured layout on several ranks."""
+
+    measured: MeasuredConfig
+    ranks: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import greedy_tokens
 from served import Served
-from tiny_transformers import MLA, make_tiny
+from tiny_models import make_tiny
 from tokenizers import Tokenizer
 from waits import wait_for
 
@@ -23,57 +23,30 @@ from quire.launch.config.model_folder import DEMO_MODEL
 
 pytestmark = pytest.mark.slow
 
-EXPERTS: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
-WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "codegen": {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 256, "rotary_dim": 8},
-    "cohere": {},
-    "cohere2": WINDOWS,
-    "deepseek_v2": MLA | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
-    "deepseek_v3": {},
-    "dots1": EXPERTS
-    | {
-        "num_key_value_heads": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    "falcon_h1": {},
-    "gemma3n_text": {"vocab_size_per_layer_input": 1024},
-    "gpt2": {},
-    "gpt_bigcode": {},
-    "gpt_neox": {},
-    "gptj": {"n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 256, "rotary_dim": 8},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "minimax_m2": EXPERTS | {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8, "rotary_dim": 4},
-    "nemotron": {"num_key_value_heads": 2},
-    "jetmoe": {},
-    "olmo": {},
-    "opt": {},
-    "persimmon": {},
-    "phi": {},
-    "qwen3_next": {},
-    "starcoder2": {"num_key_value_heads": 2, "sliding_window": 8},
-}
-SIZE = {"vocab_size": 1024}
+# fmt: off
+FAMILIES = (
+    "apertus", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "falcon_h1", "gemma3n_text",
+    "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "hunyuan_v1_dense", "jetmoe", "minimax_m2", "nemotron", "olmo", "opt",
+    "persimmon", "phi", "qwen3_next", "starcoder2",
+)
+# fmt: on
+SIZES = {"vocab_size": 1024, "vocab_size_per_layer_input": 1024}
 PROMPT = [5 + 37 * i % 900 for i in range(40)]
 NUM_TOKENS = 160
 
 
 def save(folder: Path, family: str) -> Any:
-    model = make_tiny(folder, family, **(FAMILIES[family] | SIZE))
+    model = make_tiny(folder, family, **SIZES)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder)
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_answer_outlives_its_worker(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family, ranks", [*((family, 1) for family in FAMILIES), ("gpt_neox", 2)])
+def test_an_answer_outlives_its_worker(family: str, ranks: int, tmp_path: Path) -> None:
     model = save(tmp_path, family)
-    server = Served(str(tmp_path), "--served-model-name", "tiny", "--model-impl", "transformers", "--block-size", "8")
+    flags = ["--model-impl", "transformers", "--block-size", "8", "--tensor-parallel-size", str(ranks)]
+    server = Served(str(tmp_path), "--served-model-name", "tiny", *flags)
     worker = server.victims("worker")[0]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     text = ""
@@ -101,7 +74,7 @@ def test_the_offline_api(implementation: str, tmp_path: Path, capsys: pytest.Cap
     with torch.inference_mode():
         whole = model(torch.tensor(prompts[:1]), output_hidden_states=True)
     sizes: dict[str, Any] = {"max_model_len": 128, "block_size": 8, "num_gpu_blocks_override": 20}
-    tiers: dict[str, Any] = {"cpu_offload_bytes": 2**19, "ssd_cache_dir": str(tmp_path), "ssd_cache_bytes": 2**22}
+    tiers: dict[str, Any] = {"cpu_offload_bytes": 2**20, "ssd_cache_dir": str(tmp_path), "ssd_cache_bytes": 2**23}
     sizes["model_impl"] = implementation
     with LLM(tmp_path / "model", dtype="float32", pooling="last", trace=str(trace), **sizes, **tiers) as llm:
         outputs = [llm.generate([prompt], scored)[0] for prompt in prompts]

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import LayerAttention, Rotary
 from quire.worker_proc.attention.rope import rope_table
 from quire.worker_proc.models.attention import Attention
-from quire.worker_proc.models.embedding import Embedding
+from quire.worker_proc.models.embedding import Embedding, gather_vocabulary, vocabulary_of_rank
 from quire.worker_proc.models.latent_attention import LatentAttention
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
@@ -45,11 +44,7 @@ class Decoder(Model):
         """
         super().__init__(build)
         config, dtype = build.config, build.dtype
-        rank, size = build.parallel.rank, build.parallel.size
-        # Sharded by vocabulary rather than replicated: the embedding is a quarter of a small model, one all-reduce per
-        # step costs little, and tied weights stay one tensor. The last ranks may have fewer rows.
-        self._rows = rows = -(-config.vocab_size // size)
-        self.vocab = slice(min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size))
+        self.vocab = vocabulary_of_rank(build.parallel, config.vocab_size)
         table = build.vocabulary_linear("model.embed_tokens", self.vocab)
         # Rounded to the weights' dtype: Gemma was trained with sqrt(hidden_size) in bfloat16.
         multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
@@ -112,9 +107,7 @@ class Decoder(Model):
             scores = scores / config.logits_scaling
         if config.final_soft_cap:
             scores = torch.tanh(scores / config.final_soft_cap) * config.final_soft_cap
-        if scores.shape[1] < self._rows:
-            scores = F.pad(scores, (0, self._rows - scores.shape[1]))
-        return self.build.parallel.all_gather(scores)[:, : config.vocab_size]
+        return gather_vocabulary(self.build.parallel, scores, config.vocab_size)
 
     def classify(self, hidden: torch.Tensor) -> torch.Tensor:
         """As ``Model.classify``.

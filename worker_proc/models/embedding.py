@@ -10,6 +10,25 @@ from quire.kernels.cpu.native.library import load_native
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weights import Build
+from quire.worker_proc.parallel.group import TensorParallel
+
+
+def vocabulary_of_rank(parallel: TensorParallel, size: int) -> slice:
+    """Return the token ids of this rank's rows of the embedding and the head. The last ranks may have fewer.
+
+    They are sharded rather than replicated: the embedding is a quarter of a small model, one all-reduce per step costs
+    little, and tied weights stay one tensor.
+    """
+    rows = -(-size // parallel.size)
+    return slice(min(parallel.rank * rows, size), min((parallel.rank + 1) * rows, size))
+
+
+def gather_vocabulary(parallel: TensorParallel, scores: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the scores of all tokens, of which each rank has those of ``vocabulary_of_rank``."""
+    rows = -(-size // parallel.size)
+    if scores.shape[1] < rows:
+        scores = F.pad(scores, (0, rows - scores.shape[1]))
+    return parallel.all_gather(scores)[:, :size]
 
 
 class Embedding(Module):

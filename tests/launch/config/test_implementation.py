@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -13,7 +14,13 @@ from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.implementation import read_model
 from quire.launch.config.options import EngineOptions
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.measured_config import MeasuredConfig, MeasuredLayer, MeasuredState, Refused
+from quire.protocol.model.measured_config import (
+    DivisionQuestion,
+    MeasuredConfig,
+    MeasuredLayer,
+    MeasuredState,
+    Refused,
+)
 from quire.protocol.process.helper import HelperDied
 
 LLAMA = {
@@ -50,14 +57,19 @@ LAYOUT = MeasuredConfig(
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the helper answer LAYOUT; return the texts that it is asked about."""
+    """Let the helpers answer LAYOUT, which three ranks cannot share; return what they are asked about."""
     asked: list[str] = []
 
     def measure(path: Path, settings: str) -> MeasuredConfig:
         asked.append(settings)
         return LAYOUT
 
+    def divide(flag: str, question: DivisionQuestion) -> MeasuredConfig | Refused:
+        asked.append(str(question.ranks))
+        return Refused("has 4 heads") if question.ranks == 3 else msgspec.structs.replace(LAYOUT, ranks=question.ranks)
+
     monkeypatch.setattr(measured_layouts, "_measure", measure)
+    monkeypatch.setattr(measured_layouts, "_divide", divide)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return asked
 
@@ -108,10 +120,12 @@ def test_a_layout_is_measured_once_for_each_config_and_version(
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096 (got 1000000000)"),
-        ({"text_config": {"n_layer": 10**9}}, "n_layer must be at most 4096"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to 1024 (got 1000000000)"),
+        ({"text_config": {"n_layer": -3}}, "n_layer must be from 1 to 1024 (got -3)"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be from 0 to 1024 (got -1)"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be from 1 to 1099511627776 (got 0)"),
         ({"rope_parameters": {"short_factor": [1.0, math.nan]}}, "short_factor must be a number (got NaN)"),
-        ({"hidden_size": 10**30}, "hidden_size must be at most 1099511627776"),
+        ({"hidden_size": 10**30}, "hidden_size must be from 1 to 1099511627776"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             "method 'bitsandbytes' is not supported",
@@ -179,6 +193,29 @@ def test_what_the_helper_answers_is_one_line(
         read_model(write(tmp_path, NEOX))
 
 
+def test_measuring_that_takes_long_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = Event()
+
+    class Slow:
+        def __init__(self, *given: object) -> None: ...
+
+        def ask(self, *question: object) -> bytes:
+            assert noted.wait(60)
+            return msgspec.msgpack.encode(LAYOUT)
+
+        def close(self) -> None: ...
+
+    def info(message: str, **data: object) -> None:
+        if message == "measuring takes long" and data == {"max_cpu_seconds": 120.0}:
+            noted.set()
+
+    monkeypatch.setattr(measured_layouts, "Helper", Slow)
+    monkeypatch.setattr(measured_layouts, "NOTE_SECONDS", 0.0)
+    monkeypatch.setattr(measured_layouts.log, "info", info)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert read_model(write(tmp_path, NEOX)).num_layers == 3
+
+
 FP8 = {"quant_method": "fp8"}
 FEATURES: dict[str, dict[str, Any]] = {
     "prefix cache, prompts in chunks, preemption, asynchronous scheduling": {},
@@ -193,8 +230,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "LoRA adapters of linear layers outside of experts": {"enable_lora": True},
     "weights rounded at the start (`--quantization`)": {"quantization": "int8"},
     "quantised checkpoints: compressed-tensors, fp8, GPTQ, AWQ, ModelOpt": {"quantization_config": FP8},
+    "tensor parallelism of classes that have a plan for it (below)": {"tensor_parallel_size": 2},
     "bitwise equal answers": {"deterministic": True},
-    "tensor parallelism": {"tensor_parallel_size": 2},
     "the chosen experts": {"enable_return_routed_experts": True},
 }
 """Rows of the table of docs/models.md: flags, or fields of ``config.json``. Those without either have none."""
@@ -239,6 +276,20 @@ def test_what_is_refused_for_recurrent_states(
 
 def test_slots_of_states_need_states(tmp_path: Path, measured: list[str]) -> None:
     assert "--state-slots cannot be used with a model without recurrent states" in outcome(tmp_path, {"state_slots": 4})
+
+
+def test_a_plan_is_tried_once_for_each_number_of_ranks(tmp_path: Path, measured: list[str]) -> None:
+    def ranks(size: int, config: dict[str, Any] = NEOX) -> int:
+        options = EngineOptions(load_format="dummy", model_impl="transformers", tensor_parallel_size=size)
+        found = make_engine_config(options, folder=write(tmp_path, config)).model.transformers
+        assert found is not None
+        return found.ranks
+
+    assert [ranks(size) for size in (2, 2, 4, 1)] == [2, 2, 4, 1] and measured[1:] == ["2", "4"]
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 3: the model has 4 heads: omit the flag$"):
+        ranks(3)
+    with pytest.raises(ConfigError, match=r"the model has 4 heads: omit the flag, or set --model-impl native$"):
+        ranks(3, LLAMA)
 
 
 def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measured: list[str]) -> None:

@@ -114,14 +114,18 @@ class Reference:
         return len(set(itertools.chain(*self.tokens)))
 
 
-def tiny_config(model_type: str) -> Any:
-    """Return the default configuration of a type with small sizes, and each kind of layer that the default has."""
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """Return the default configuration of a type with small sizes, and each kind of layer that the default has.
+
+    Args:
+        changes: fields with other values.
+    """
     kind = CONFIG_MAPPING[model_type]
     overrides = OVERRIDES.get(model_type, {})
     small = _small(kind(**overrides).to_dict(), itertools.count(VOCAB - 1, -1))
     for name, value in overrides.items():
         small[name] = small[name] | value if name in small and isinstance(value, dict) else value
-    return kind(**small)
+    return kind(**(small | changes))
 
 
 def _small(fields: dict[str, Any], image_ids: "itertools.count[int]") -> dict[str, Any]:
@@ -154,6 +158,15 @@ LEAST_DISTINCT = 6
 LEAST_MARGIN = 5e-3
 
 MLA = {"num_key_value_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim"}
+
+
+def make_tiny(folder: Path, model_type: str, **changes: Any) -> Any:
+    """Save a checkpoint of random weights in float32, and return its model. ``changes``: as of ``tiny_config``."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes), dtype=torch.float32).eval()
+    _draw(model, STDS[0])
+    model.save_pretrained(folder)
+    return model
 
 
 def make_tiny_model(model_type: str, folder: Path) -> Reference:

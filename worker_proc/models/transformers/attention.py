@@ -123,7 +123,7 @@ def connect_layers(model: torch.nn.Module, measured: MeasuredConfig, dtype: torc
         dtype: dtype of the activations.
     """
     current, layers = CurrentStep(), []
-    for index, layer in enumerate(measured.layers):
+    for index, layer in enumerate(measured.own_layers or measured.layers):
         kv_heads, width = layer.kv_shape
         spec = AttentionSpec(layer.num_heads, kv_heads, width, layer.scale, layer.soft_cap)
         layers.append(PagedAttention(index, layer, spec, dtype, current))

@@ -143,7 +143,7 @@ def allocate(model: Any, device: torch.device | str, without: Set[int] = frozens
             module._parameters[name] = weight if weight is None else made[id(weight)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
     model.initialize_weights()
 
 

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 
 from quire.worker_proc.models.ops import Ops, TorchOps
-from quire.worker_proc.models.transformers.linears import Forward, JoinedProduct, compute_by
+from quire.worker_proc.models.transformers.forwards import Forward, compute_by
+from quire.worker_proc.models.transformers.linears import JoinedProduct
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _TOLERANCE = 1e-5
@@ -46,36 +48,28 @@ def _gated(
     return out
 
 
-class _StandIn(torch.nn.Module):
-    """A layer that keeps its input and returns given outputs."""
-
-    def __init__(self, outputs: torch.Tensor) -> None:
-        super().__init__()
-        self.input: torch.Tensor | None = None
-        self.outputs = outputs
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        self.input = input
-        return self.outputs
-
-
 @torch.no_grad()
 def _activation_of(
     module: torch.nn.Module, linears: dict[str, torch.nn.Linear], order: Sequence[torch.nn.Module]
 ) -> str:
     """Return the activation of a module; "" if it computes anything but a gate. ``order``: gate, up, down."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"input": 8, "gate": 64, "up": 64, "down": 8}
-    x, gate, up, down = (3 * torch.randn(1, 4, width, generator=generator) for width in shapes.values())
-    parts = [_StandIn(outputs) for outputs in (gate, up, down)]
+    x, gate, up, down = (3 * torch.randn(1, 4, width, generator=generator) for width in (8, 64, 64, 8))
+    outputs = dict(zip(order, (gate, up, down), strict=True))
+    inputs: dict[torch.nn.Module, torch.Tensor] = {}
+
+    def stand_in(layer: torch.nn.Module, input: torch.Tensor) -> torch.Tensor:
+        inputs[layer] = input
+        return outputs[layer]
+
     trial = copy(module)
-    trial._modules = module._modules | {name: parts[order.index(layer)] for name, layer in linears.items()}
+    parts: dict[str, Any] = {name: partial(stand_in, layer) for name, layer in linears.items()}
+    trial._modules = module._modules | parts
     try:
         out = trial(x)
-        if parts[0].input is not x or parts[1].input is not x or not torch.equal(out, down):
+        of_gate, of_up, found = (inputs[layer] for layer in order)
+        if of_gate is not x or of_up is not x or not torch.equal(out, down):
             return ""
-        found = parts[2].input
-        assert found is not None
         for activation in _ACTIVATIONS:
             expected = TorchOps().gate(torch.cat([gate, up], -1), activation)
             if torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):

@@ -5,44 +5,22 @@ formats, additions and the loader find them as they find those of a native model
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from quire.worker_proc.models.embedding import Embedding
+from quire.worker_proc.models.embedding import Embedding, gather_vocabulary, vocabulary_of_rank
 from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.transformers.build import stays_wide
+from quire.worker_proc.models.transformers.divide import Division
+from quire.worker_proc.models.transformers.forwards import Forward, compute_by
 from quire.worker_proc.models.transformers.watch import pattern_of
 from quire.worker_proc.models.weight_slot import Cut, WeightSlot
 from quire.worker_proc.models.weights import Build, Projection, Rows
-
-Forward = Callable[[torch.Tensor], torch.Tensor]
-
-
-def compute_by(model: torch.nn.Module, forwards: Mapping[torch.nn.Module, Forward]) -> None:
-    """Let functions compute modules of a model in place of the forward pass of their class.
-
-    A module stays where it is, as other code of its class may look at it. Its parent calls the function without the
-    module's ``__call__``, which with its lookup takes as long as a small product.
-    """
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            if module in forwards:
-                setattr(module, "forward", forwards[module])  # noqa: B010
-                parent.__dict__[name] = _Direct(forwards[module])
-                parent.__dict__[name].module = module
-
-
-class _Direct(partial):  # type: ignore[type-arg]
-    """A function with the attributes of the module that it computes."""
-
-    module: torch.nn.Module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
+from quire.worker_proc.parallel.group import TensorParallel
 
 
 class JoinedProduct:
@@ -85,10 +63,16 @@ class Products(Module):
 
     A layer stays as it is if the pass that measured has not called it, if other code reads its weight, if it shares a
     weight with another layer, or if the class keeps it in float32.
+
+    Args:
+        division: the weights of ``model`` that are divided among ranks. The head is divided here.
     """
 
-    def __init__(self, model: Any, replaceable: Sequence[Sequence[str]], build: Build) -> None:
+    def __init__(
+        self, model: Any, replaceable: Sequence[Sequence[str]], build: Build, division: Division | None = None
+    ) -> None:
         self.build = build
+        self._division = division or Division()
         self.projections: list[Projection] = []
         self.embeddings: list[Embedding] = []
         self._model = model
@@ -112,7 +96,8 @@ class Products(Module):
                 groups[parent, place[0], name if name.isdecimal() else ""][place[1]] = name, module
         for (parent, *_), found in groups.items():
             layers = [found[index] for index in sorted(found)]
-            alike = len({module.bias is None for _, module in layers}) == 1
+            exchanges = any(f"{parent}.{name}" in self._division.exchanges for name, _ in layers)
+            alike = len({module.bias is None for _, module in layers}) == 1 and not exchanges
             for each in [layers] if alike else [[layer] for layer in layers]:
                 self._add(parent, each)
 
@@ -122,10 +107,12 @@ class Products(Module):
         return {id(weight) for module, _ in self._layers for weight in module.parameters()}
 
     def install(self) -> None:
-        """Take the weights out of the modules, and let the products compute them."""
-        for module, _ in self._layers:
+        """Take the weights out of the modules, let the products compute them, and let other modules exchange."""
+        forwards = dict(self._layers)
+        for module in forwards:
             module._parameters.clear()
-        compute_by(self._model, dict(self._layers))
+        self._division.install(self._model, forwards)
+        compute_by(self._model, forwards)
 
     def end_step(self) -> None:
         for joined in self.joined:
@@ -146,9 +133,12 @@ class Products(Module):
             rows.prepack()
 
     def _may_compute(self, path: str, module: torch.nn.Module) -> bool:
-        """Whether a module is a linear layer whose weight has the precision of all others."""
+        """Whether a module is a linear layer whose weight has the precision of all others, and one range on a rank."""
         build, weights = self.build, module.parameters(recurse=False)
-        return type(module) is torch.nn.Linear and all(
+        part = self._division.parts.get(f"{path}.weight")
+        if type(module) is not torch.nn.Linear or (part is not None and len(part.ranges) > 1):
+            return False
+        return all(
             weight.dtype is build.activation_dtype and not stays_wide(self._model, f"{path}.weight", build.dtype)
             for weight in weights
         )
@@ -160,18 +150,28 @@ class Products(Module):
 
     def _add(self, parent: str, layers: Sequence[tuple[str, torch.nn.Linear]]) -> None:
         """Add one product of layers of one module, which have as many inputs."""
-        widths = [module.out_features for _, module in layers]
-        rows = [Rows(name, slice(0, width), width) for (name, _), width in zip(layers, widths, strict=True)]
-        first = layers[0][1]
-        projection = self.build.inside(parent).rows_linear("{}", rows, first.in_features, first.bias is not None)
+        build, prefix, (name, first) = self.build.inside(parent), f"{parent}." if parent else "", layers[0]
+        bias, part = first.bias is not None, self._division.parts.get(f"{prefix}{name}.weight")
+        if part is not None and part.dim == 1:
+            projection = build.columns_linear(name, first.out_features, part.ranges[0], part.shape[1], bias)
+        else:
+            rows = [self._rows(prefix, name, module) for name, module in layers]
+            projection = build.rows_linear("{}", rows, first.in_features, bias)
         self.projections.append(projection)
-        self._parents.append(f"{parent}." if parent else "")
+        self._parents.append(prefix)
         if len(layers) == 1:
-            self._layers.append((first, partial(_product, projection, widths[0])))
+            product = partial(_product, projection, first.out_features)
+            self._layers.append((first, self._division.exchanging(f"{prefix}{name}", product)))
             return
         joined = JoinedProduct(projection, [module for _, module in layers])
         self.joined.append(joined)
         self._layers += [(module, partial(joined.columns, part)) for part, module in enumerate(joined.modules)]
+
+    def _rows(self, prefix: str, name: str, module: torch.nn.Linear) -> Rows:
+        part = self._division.parts.get(f"{prefix}{name}.weight")
+        if part is None:
+            return Rows(name, slice(0, module.out_features), module.out_features)
+        return Rows(name, part.ranges[0], part.shape[0])
 
     def _add_head(self, path: str, head: torch.nn.Linear, places: Mapping[str, Any]) -> None:
         """Add the head, and the embedding that is tied to it, whose rows are then those of the product's weight.
@@ -182,14 +182,16 @@ class Products(Module):
         tied = [(name, module) for name, module in self._model.named_modules() if _is_table_of(module, head)]
         if any(pattern_of(name) not in places for name, _ in tied) or not self._owns_weights(head, 1 + len(tied)):
             return
-        cut = Cut(path, slice(0, outputs), outputs, slice(0, inputs), inputs)
-        weight, bias = build.weight(outputs, inputs), None if head.bias is None else build.weight(outputs)
+        vocab = vocabulary_of_rank(build.parallel, outputs)
+        cut = Cut(path, vocab, outputs, slice(0, inputs), inputs)
+        weight = build.weight(cut.num_rows, inputs)
+        bias = None if head.bias is None else build.weight(cut.num_rows)
         linear = Linear(weight, bias, float32_output=True, cuts=[cut], stored_bias=bias is not None)
         self.projections.append(linear)
         self._parents.append("")
-        self._layers.append((head, partial(_product, linear, outputs)))
+        self._layers.append((head, partial(_scores, linear, build.parallel, outputs)))
         for name, module in tied:
-            rows = Embedding(build, linear, slice(0, outputs), 1.0)
+            rows = Embedding(build, linear, vocab, 1.0)
             self.embeddings.append(rows)
             self._tied[f"{name}.weight"] = f"{path}.weight"
             self._layers.append((module, partial(_rows_of, rows, inputs)))
@@ -202,6 +204,12 @@ def _is_table_of(module: torch.nn.Module, head: torch.nn.Linear) -> bool:
 def _product(projection: Projection, width: int, input: torch.Tensor) -> torch.Tensor:
     """Compute ``[..., inputs]`` → ``[..., width]``."""
     return projection(input.reshape(-1, input.shape[-1])).view(*input.shape[:-1], width)
+
+
+def _scores(head: Linear, parallel: TensorParallel, width: int, input: torch.Tensor) -> torch.Tensor:
+    """Compute ``[..., inputs]`` → ``[..., width]`` with the rows of all ranks."""
+    scores = gather_vocabulary(parallel, head(input.reshape(-1, input.shape[-1])), width)
+    return scores.view(*input.shape[:-1], width)
 
 
 def _rows_of(table: Embedding, width: int, input: torch.Tensor) -> torch.Tensor:

@@ -154,7 +154,7 @@ class Conversion:
                 return f"is joined to {name} with shape {list(value.shape)}, which config.json does not have"
             if not value.isfinite().all():
                 return f"or another part of {name} has non-finite values"
-            slot.fill(value)
+            slot.fill(value[slot.part])
         return None
 
 

@@ -5,7 +5,7 @@ reads. So no family has code here, and a class that does anything else is refuse
 helper process (``protocol/process/helper.py``) with limits of time and memory, because a config may ask for any model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,13 @@ from quire.worker_proc.models.transformers.build import (
 )
 from quire.worker_proc.models.transformers.head import Head
 from quire.worker_proc.models.transformers.measure_states import Arguments, Watched, measured_states
-from quire.worker_proc.models.transformers.watch import pattern_of, replaceable, watch
+from quire.worker_proc.models.transformers.watch import Functions, pattern_of, replaceable, watch
 
 MEASURED = "quire_measured"
 """Name of the attention function while measuring. Unlike ``SERVED`` it has a mask function, whose masks say which
 tokens a layer sees."""
 
-TOKENS = 5
+TOKENS = 23  # as no dimension of a model
 EXTRA_BYTES = 8 * 2**30
 """Memory for the modules of a model; weights have none on ``meta``."""
 MOST_POSITIONS = 2**22
@@ -57,7 +57,8 @@ def measure(settings: str) -> MeasuredConfig:
     config = read_settings(settings)
     text, named = config.get_text_config(), config.architectures
     kept = _Kept.of(text)  # first, because classes with layers of other kinds may fail in other ways
-    model, calls, stateful, hidden, logits = _run(config)
+    with Functions(TOKENS) as functions:
+        model, calls, stateful, hidden, logits = _run(config)
     layers_to_replace = replaceable(model)  # before the weights are looked at here, and modules called again
     products = _products(model, layers_to_replace)
     if named and type(model).__name__ != named[0]:
@@ -75,6 +76,7 @@ def measure(settings: str) -> MeasuredConfig:
         if (read.kv_shape, read.window) != (own.kv_shape, own.window):
             raise Unservable(f"reads keys of {read.module} in {own.module} with another shape or window")
     _check_windows(kept.windows, layers, positions)
+    _check_positions(model, functions.counting, {call.module for call in calls})
     if len(calls) != kept.num_attending:
         raise Unservable(f"has {kept.num_attending} layers and {len(calls)} calls of attention")
     states = measured_states(model, stateful, {layer.module for layer in layers}, kept.states) if kept.states else []
@@ -218,6 +220,9 @@ def _window(call: Call, path: str, positions: int) -> int:
         if not (getattr(call.module, "is_causal", True) if causal is None else causal):
             raise Unservable(f"attends in {path} to later tokens: it is not causal")
         return told
+    known: int | None = getattr(call.mask, "quire_window", None)
+    if known is not None:  # layers share masks, and a long context takes a tenth of a second
+        return known
     sees = getattr(call.mask, "quire_function", None)
     if sees is None:
         raise Unservable(f"adds a mask or a bias of its own to the scores of {path}")
@@ -237,7 +242,8 @@ def _window(call: Call, path: str, positions: int) -> int:
     widest = counts[0]
     if counts[1:] != [min(widest, at + 1) for at in (last // 2, last // 3)]:
         raise Unservable(f"attends in {path} to windows of unequal lengths, as chunked attention does")
-    return 0 if widest == last + 1 else widest
+    call.mask.quire_window = 0 if widest == last + 1 else widest  # type: ignore[attr-defined]
+    return int(call.mask.quire_window)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +296,13 @@ def _check_windows(windows: list[int], layers: list[MeasuredLayer], positions: i
         if kept < positions and kept not in (0, layer.window):
             seen = layer.window or "all"
             raise Unservable(f"keeps {kept} tokens for {layer.module} in transformers' cache, whose mask shows {seen}")
+
+
+def _check_positions(model: Any, counting: Set[Any], callers: Set[Any]) -> None:
+    """Refuse modules that count the rows of a step. Experts do so for indices: they have weights and no attention."""
+    for path, module in model.named_modules():
+        if module in counting and (next(module.parameters(), None) is None or callers & set(module.modules())):
+            raise Unservable(f"counts tokens in {path} in place of reading their positions")
 
 
 def _num_positions(text: Any) -> int:

@@ -24,6 +24,7 @@ from quire.worker_proc.models.transformers.build import (
     read_settings,
     settings_of,
 )
+from quire.worker_proc.models.transformers.divide import Division, divide
 from quire.worker_proc.models.transformers.gates import use_gates
 from quire.worker_proc.models.transformers.head import Head
 from quire.worker_proc.models.transformers.linears import Products
@@ -61,13 +62,14 @@ class TransformersModel(Model):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
         measured = build.config.transformers
-        assert measured is not None
+        assert measured is not None and measured.ranks == build.parallel.size, "it is tried for this number of ranks"
         self.measured = measured
         _check_version(measured.version)
         register(SERVED)
         with quiet():
             self.module = build_module(read_settings(measured.settings), build.activation_dtype, SERVED)
-            self.products = Products(self.module, measured.replaceable, build)
+            self.division = divide(self.module, build.parallel) if build.parallel.size > 1 else Division()
+            self.products = Products(self.module, measured.replaceable, build, self.division)
             if str(build.device) != "meta":
                 allocate(self.module, build.device, self.products.weights)
         use_gates(self.module, self.products.joined, build.ops)
@@ -132,8 +134,10 @@ class TransformersModel(Model):
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         for layer in self.attention:
-            heads = layer.spec.num_kv_heads
-            own = [half.expand(heads).to(self.build.device).contiguous() for half in scales[layer.measured.source]]
+            heads, total = layer.spec.num_kv_heads, self.measured.layers[layer.layer].num_kv_heads
+            first = 0 if heads == total else self.build.parallel.rank * heads
+            pair = (half.expand(total)[first : first + heads] for half in scales[layer.measured.source])
+            own = [half.to(self.build.device).contiguous() for half in pair]
             layer.spec = replace(layer.spec, k_scale=own[0], v_scale=own[1])
 
     def kv_meaning(self) -> list[Any]:
@@ -155,6 +159,8 @@ class TransformersModel(Model):
         tensors = self.module.state_dict(keep_vars=True)
         targets = {id(tensor): tensor.detach() for tensor in tensors.values()}
         own = {name: WeightSlot(targets[id(tensor)], tuple(tensor.shape)) for name, tensor in tensors.items()}
+        parts = self.division.parts.items()
+        own |= {name: part.slot(own[name].target) for name, part in parts if name in own}
         return own | self.products.weight_slots()
 
 

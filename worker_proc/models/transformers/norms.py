@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from quire.worker_proc.models.ops import Ops, TorchOps
-from quire.worker_proc.models.transformers.linears import compute_by
+from quire.worker_proc.models.transformers.forwards import compute_by
 
 _SCALES = (1e-4, 1e-2, 1.0, 30.0)
 """Standard deviations of the rows of the trial. In the first two, epsilon counts as much as the row's square."""

@@ -1,23 +1,25 @@
-"""Finds the linear layers and embeddings of a class that Quire may compute, by watching the forward pass that measures.
+"""Watches the forward pass that measures: which layers Quire may compute, and which modules count tokens.
 
 A layer's weight is read by the layer's own code, or by any other code of the class. Only the former can be replaced,
 and nothing but running the class shows which it is.
 """
 
 import re
+import sys
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 _CALLS = "quire_calls"
 _READ = "quire_read"
+_COUNTS = {"arange", "range", "linspace", "cumsum"}
 
 
 class _Watched(torch.nn.Module):
     """Notes the inputs of a layer, and whether other code reads its weights."""
-
-    own: ClassVar[type[torch.nn.Module]]
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__["_parameters"]:
@@ -28,22 +30,13 @@ class _Watched(torch.nn.Module):
         # The version tells whether the class has written to the same tensor between two calls.
         self.__dict__[_CALLS].append((x, x._version))
         read = self.__dict__[_READ]
-        y = self.own.forward(self, x)
+        y = super().forward(x)
         self.__dict__[_READ] = read
         return y
 
 
-class _WatchedLinear(_Watched, torch.nn.Linear):
-    own = torch.nn.Linear
-
-
-class _WatchedEmbedding(_Watched, torch.nn.Embedding):
-    own = torch.nn.Embedding
-
-
-_KINDS: dict[type[torch.nn.Module], type[_Watched]] = {
-    torch.nn.Linear: _WatchedLinear,
-    torch.nn.Embedding: _WatchedEmbedding,
+_KINDS: dict[type[torch.nn.Module], Any] = {
+    kind: type(f"Watched{kind.__name__}", (_Watched, kind), {}) for kind in (torch.nn.Linear, torch.nn.Embedding)
 }
 
 
@@ -84,6 +77,37 @@ def replaceable(model: torch.nn.Module) -> list[list[str]]:
     lists = [[pattern for pattern in group if pattern in found] for group in agreed]
     joined = {pattern for group in lists for pattern in group}
     return [group for group in lists if group] + [[pattern] for pattern in sorted(found - joined)]
+
+
+class Functions(TorchFunctionMode):
+    """Watches the functions of torch that a pass calls, and computes products with weights of one zero at no cost.
+
+    Attributes:
+        counting: modules that make positions themselves: a sequence as long as the pass, or the beginning of a table.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        """``num_tokens``: tokens of the pass, a number that no dimension of the model has."""
+        super().__init__()
+        self.counting: set[Any] = set()
+        self._num_tokens = num_tokens
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and len(args) > 1:
+            rows, weight = args[:2]
+            if not any(weight.stride()) and rows.shape[-1] == weight.shape[1]:
+                return rows.new_zeros(*rows.shape[:-1], len(weight))
+        made, name = function(*args, **(kwargs or {})), getattr(function, "__name__", "")
+        if self._of_pass(made) and (name in _COUNTS or (name == "__getitem__" and not self._of_pass(*args))):
+            frame: Any = sys._getframe(1)
+            while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
+                frame = frame.f_back
+            self.counting.add(frame and frame.f_locals["self"])
+        return made
+
+    def _of_pass(self, *values: Any) -> bool:
+        tensors = (each for value in values for each in (value if isinstance(value, tuple) else [value]))
+        return any(isinstance(each, torch.Tensor) and self._num_tokens in each.shape for each in tensors)
 
 
 def pattern_of(path: str) -> str:

@@ -1,5 +1,6 @@
 """Which layers of a class Quire computes, and that the results stay those of the class. Needs no transformers."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,7 +14,7 @@ from quire.worker_proc.models.ops import TorchOps
 from quire.worker_proc.models.transformers.gates import use_gates
 from quire.worker_proc.models.transformers.linears import JoinedProduct, Products
 from quire.worker_proc.models.transformers.norms import use_norms
-from quire.worker_proc.models.transformers.watch import replaceable, watch
+from quire.worker_proc.models.transformers.watch import Functions, replaceable, watch
 from quire.worker_proc.models.weights import Build
 from quire.worker_proc.parallel.group import SingleRank
 
@@ -165,6 +166,40 @@ def test_results_are_those_of_the_class(kind: str, gates: int, tied: bool) -> No
     assert ("table" in replaced) == tied
     left = {name for name, _ in fast.named_parameters() if ".mixed." in name or ".unused." in name}
     assert len(left) == 8 and not any("weight" in layer._parameters for layer in [fast.head, fast.layers[0].q])
+
+
+class Table(nn.Module):
+    def __init__(self, rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.rows, self.table = rows, torch.randn(100, WIDTH)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.rows(self.table, positions)
+
+
+@pytest.mark.parametrize(
+    "rows, counts",
+    [
+        (lambda table, positions: table[positions], False),
+        (lambda table, positions: table[:1].expand(len(positions), -1), False),
+        (lambda table, positions: table[: len(positions)], True),
+        (lambda table, positions: F.embedding(torch.arange(len(positions)), table), True),
+        (lambda table, positions: torch.ones(len(positions)).cumsum(0), True),
+    ],
+)
+def test_a_module_that_counts_tokens_is_found(rows: Any, counts: bool) -> None:
+    model, positions = nn.Sequential(Table(rows)), torch.arange(23)
+    with Functions(23) as functions:
+        model(positions)
+    assert functions.counting == ({model[0]} if counts else set())
+
+
+def test_products_with_weights_of_one_zero_are_not_computed() -> None:
+    layer = nn.Linear(WIDTH, 8)
+    layer.weight = nn.Parameter(torch.zeros(1).expand(2**18, 2**18), requires_grad=False)  # 256 GiB
+    layer.bias = None  # type: ignore[assignment]
+    with Functions(23):
+        assert layer(torch.ones(1, 2, 2**18)).shape == (1, 2, 2**18)
 
 
 def test_a_layer_called_with_another_tensor_has_its_own_result() -> None:

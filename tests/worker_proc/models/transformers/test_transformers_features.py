@@ -17,7 +17,7 @@ from grammar_cases import DEMO, EOS, text_of
 from inprocess import InProcessEngine
 from peft_adapters import make_peft_adapter
 from quantised_checkpoints import FORMATS, quantise_checkpoint
-from tiny_transformers import make_tiny
+from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
 from quire.launch.config import measured_layouts
@@ -31,13 +31,7 @@ from quire.worker_proc.models.transformers import measure as measuring
 
 pytestmark = pytest.mark.full
 
-FAMILIES = {
-    "gpt_neox": {},
-    "gpt2": {},
-    "deepseek_v3": {},
-    "gemma3n_text": {},
-    "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-}
+FAMILIES = ("gpt_neox", "gpt2", "deepseek_v3", "gemma3n_text", "cohere2")
 NUM_TOKENS = 14
 START = [3 + 7 * i % 90 for i in range(20)]
 PROMPTS = [START[: 20 - 3 * n] + [5 + (11 * i + 17 * n) % 90 for i in range(9 * n + 1)] for n in range(6)]
@@ -49,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "synchronous": {"async_scheduling": False, "enable_prefix_caching": False},
     "preempted": {"num_blocks_override": 15},
     "n-grams": {"num_speculative_tokens": 3, "speculative": NGRAM},
-    "suffixes, preempted": {"num_speculative_tokens": 3, "speculative": SUFFIX, "num_blocks_override": 15},
+    "suffixes, preempted": {"num_speculative_tokens": 3, "speculative": SUFFIX, "num_blocks_override": 13},
 }
 
 Checkpoint = Callable[..., tuple[Path, Any]]
@@ -77,7 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
         folder = tmp_path_factory.mktemp(family)
         if family == "llama":
             return folder, make_checkpoint(folder, family)
-        return folder, make_tiny(folder, family, **FAMILIES[family])
+        return folder, make_tiny(folder, family, vocab_size=97, vocab_size_per_layer_input=97)
 
     return make
 
@@ -205,7 +199,7 @@ def test_adapters(family: str, names: list[str], checkpoint: Checkpoint, tmp_pat
 
 @pytest.mark.parametrize("form", ["awq", "gptq-act-order", "w4a16-asymmetric", "int8-weights", "fp8-channel", "nvfp4"])
 def test_quantised_checkpoints(form: str, tmp_path: Path) -> None:
-    make_tiny(tmp_path / "source", "cohere", hidden_size=64, intermediate_size=96)
+    make_tiny(tmp_path / "source", "cohere")
     plain, folder = quantise_checkpoint(tmp_path / "source", tmp_path, FORMATS[form]()), tmp_path / "packed"
     stored = stored_tensors(folder, renamed=False)
     engine = engine_of(folder, model=with_stored_format(folder, stored, read_model(folder, "transformers")))

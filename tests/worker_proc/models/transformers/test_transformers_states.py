@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
-from tiny_transformers import HYBRIDS, make_tiny, tiny_config
+from tiny_models import make_tiny, tiny_config
 
 from quire.launch.config import measured_layouts
 from quire.launch.config.implementation import read_model
@@ -20,6 +20,9 @@ from quire.worker_proc.models.transformers import measure as measuring
 
 pytestmark = pytest.mark.full
 
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear")
+"""In order: gated delta rule with experts, without; state space with experts, and a dense layer in between; state space
+and attention in one layer; a convolution alone; Kimi's delta and latent attention."""
 NUM_TOKENS = 16
 PROMPTS = [[3 + (7 * i + 11 * n) % 90 for i in range(n)] for n in (5, 21, 70)]
 PROMPTS += [PROMPTS[2] + PROMPTS[1], 2 * PROMPTS[2]]
@@ -158,7 +161,7 @@ def test_a_draft_model_has_no_states(checkpoint: Callable[[str], Made]) -> None:
 
 def test_states_follow_the_dtype_unless_they_are_wider() -> None:
     found = measured(tiny_config("qwen3_5_text").to_json_string(use_diff=False))
-    assert isinstance(found, MeasuredConfig) and len(found.layers) == 1
+    assert isinstance(found, MeasuredConfig) and len(found.layers) == 2
     first = [(state.module, state.kind, state.shape, state.dtype) for state in found.states[:2]]
     assert first == [
         ("model.layers.0.linear_attn", "conv", (64, 4), ""),
