@@ -193,7 +193,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "LoRA adapters of linear layers outside of experts": {"enable_lora": True},
     "weights rounded at the start (`--quantization`)": {"quantization": "int8"},
     "quantised checkpoints: compressed-tensors, fp8, GPTQ, AWQ, ModelOpt": {"quantization_config": FP8},
-    "bitwise equal answers": {"deterministic": True},
+    "bitwise equal answers (`--deterministic`)": {"deterministic": True, "device": "cpu"},
+    "bitwise equal answers on a GPU": {"deterministic": True, "device": "cuda"},
     "tensor parallelism": {"tensor_parallel_size": 2},
     "the chosen experts": {"enable_return_routed_experts": True},
 }
@@ -242,8 +243,8 @@ def test_slots_of_states_need_states(tmp_path: Path, measured: list[str]) -> Non
 
 
 def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measured: list[str]) -> None:
-    options = EngineOptions(model_impl="transformers", load_format="dummy", deterministic=True)
-    with pytest.raises(ConfigError, match=r"--deterministic is not supported for Llama.*, or set --model-impl native"):
+    options = EngineOptions(model_impl="transformers", load_format="dummy", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"above 1 is not supported for Llama.*, or set --model-impl native"):
         make_engine_config(options, folder=write(tmp_path, LLAMA))
 
 
