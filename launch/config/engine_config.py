@@ -63,7 +63,7 @@ def make_engine_config(
     dtype = model.dtype if options.dtype == "auto" else options.dtype
     speculative, num_drafts = _speculative(options, model)
     max_model_len, max_num_seqs, batched = _sizes(options, model, num_drafts, on_cpu=device == "cpu")
-    _check(options, model)
+    _check(options, model, device)
     if not simulated:
         _check_pages(options)
     kv_cache_dtype = _kv_cache_dtype(options, model, dtype)
@@ -189,7 +189,7 @@ def _speculative(options: EngineOptions, model: ModelConfig) -> tuple[Speculativ
     return parse_speculative(options.speculative_config, model, find_model, with_weights=with_weights)
 
 
-def _check(options: EngineOptions, model: ModelConfig) -> None:
+def _check(options: EngineOptions, model: ModelConfig, device: str) -> None:
     """Check the settings that do not depend on sizes."""
     check_ranges(options)
     check_needs(options)
@@ -199,7 +199,7 @@ def _check(options: EngineOptions, model: ModelConfig) -> None:
         raise ConfigError(
             f"--kv-pressure-low must be at most --kv-pressure-high (got {low} and {high}): set both, from 0.01 to 1.0"
         )
-    check_implementation(options, model)
+    check_implementation(options, model, device)
     check_fit(options, STATES if model.has_states else STATELESS)
     _check_ranks(model, options.tensor_parallel_size)
     curve_dir = options.kv_events_curve_dir and str(Path(options.kv_events_curve_dir).expanduser())

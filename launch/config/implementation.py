@@ -47,8 +47,12 @@ def read_model(folder: Path, wanted: Implementation = "auto") -> ModelConfig:
     return model
 
 
-def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
-    """Raise ConfigError for a setting that models of transformers, or those with latents, do not have."""
+def check_implementation(settings: EngineSettings, model: ModelConfig, device: str) -> None:
+    """Raise ConfigError for a setting that models of transformers, or those with latents, do not have.
+
+    Args:
+        device: cpu or cuda.
+    """
     if model.latent is not None and settings.enable_lora:
         raise ConfigError(
             f"--enable-lora is not supported by Quire's own code for {model.architecture}, whose attention is over "
@@ -58,7 +62,9 @@ def check_implementation(settings: EngineSettings, model: ModelConfig) -> None:
         return
     _check_format(model)
     refused = {
-        "--deterministic": settings.deterministic,
+        "--deterministic on a GPU": settings.deterministic and device != "cpu",
+        "--deterministic with --tensor-parallel-size above 1": settings.deterministic
+        and settings.tensor_parallel_size > 1,
         "--enable-lora": settings.enable_lora and not model.transformers.linears,
         "--enable-return-routed-experts": settings.enable_return_routed_experts,
     }

@@ -32,11 +32,12 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Layers that share one block table because they keep the same positions.
 
     Attributes:
-        kind: full_attention, sliding_window, or latent_attention: full attention over one vector per token, which is
-            the key of all heads, and whose last dimensions are their value.
+        kind: full_attention, sliding_window, chunked_local or latent_attention: full attention over one vector per
+            token, which is the key of all heads, and whose last dimensions are their value.
         block_size: tokens in a block; the same in all groups of a layout.
         layers: indices of the model's layers in this group.
-        window: tokens that a token attends to, itself included (sliding_window); 0: all.
+        window: tokens that a token attends to, itself included (sliding_window), or tokens of a chunk, from whose
+            beginning on they attend to each other (chunked_local); 0: all.
         num_kv_heads, head_dim: shape of a token's entry in one layer; 0: that of the ``KVLayout``.
     """
 
@@ -51,6 +52,11 @@ class KVGroup(msgspec.Struct, frozen=True):
     def sliding_window(self) -> int:
         """Tokens that a token attends to, itself included; 0: all."""
         return self.window if self.kind == "sliding_window" else 0
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, before whose beginning none of its tokens attends; 0: no chunks."""
+        return self.window if self.kind == "chunked_local" else 0
 
     @property
     def keeps_all(self) -> bool:

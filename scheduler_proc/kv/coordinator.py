@@ -12,7 +12,7 @@ from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.events import FilledRequest
 from quire.scheduler_proc.kv.single_type import Contents, FullAttentionManager, SingleTypeKVCacheManager, num_free
 from quire.scheduler_proc.kv.states import StateSlots
-from quire.scheduler_proc.kv.windowed import SlidingWindowManager
+from quire.scheduler_proc.kv.windowed import ChunkedLocalManager, SlidingWindowManager
 
 GroupBlocks = Sequence[Sequence[KVCacheBlock]]
 """Blocks per KV group."""
@@ -21,6 +21,7 @@ MANAGERS: dict[str, type[SingleTypeKVCacheManager]] = {
     "full_attention": FullAttentionManager,
     "latent_attention": FullAttentionManager,
     "sliding_window": SlidingWindowManager,
+    "chunked_local": ChunkedLocalManager,
 }
 
 

@@ -48,8 +48,9 @@ class SteadyBlockAllocator:
 
     Owns nothing: pool, tables and hashes stay with their owners. ``allocate`` and ``cache`` have the same effect as
     ``allocate_slots`` for one position and ``cache_blocks``, request by request. In layouts of equal block sizes, with
-    one kind of window in the last groups (``kv_layout`` makes no others), the requests are handled together. All groups
-    then have tables of equal length with as many cached entries, and the windows skip the same entries (``check``).
+    one kind of window, or of chunks, in the last groups (``kv_layout`` makes no others), the requests are handled
+    together. All groups then have tables of equal length with as many cached entries, and the windows skip the same
+    entries (``check``).
     """
 
     def __init__(self, kv: KVCacheManager) -> None:
@@ -59,14 +60,13 @@ class SteadyBlockAllocator:
         self._tables = [manager.req_to_blocks for manager in managers]
         self._num_cached = [manager.num_cached_block for manager in managers]
         self._suffixes = [group_suffix(manager.group_id) for manager in managers]
-        windows = [manager for manager in managers if isinstance(manager, SlidingWindowManager)]
+        self._windows = windows = [manager for manager in managers if isinstance(manager, SlidingWindowManager)]
         self._num_skipped = [manager.num_skipped_blocks for manager in windows]
-        self._window = windows[0].window if windows else 0
         self._num_full = len(managers) - len(windows)
         self._block_size = kv.block_size
         self._is_regular = (
             len({manager.block_size for manager in managers}) == 1
-            and all(manager.window == self._window for manager in windows)
+            and len({(type(manager), manager.window) for manager in windows}) <= 1
             and not any(manager.skips for manager in managers[: self._num_full])
         )
 
@@ -130,14 +130,15 @@ class SteadyBlockAllocator:
         content: such a block is reused first, by the request that frees it. Blocks with content are reused after all
         blocks that are free now, and these are enough.
         """
-        num_skipped, num_full, past, size = self._num_skipped[0], self._num_full, self._window - 1, self._block_size
+        num_skipped, num_full, size = self._num_skipped[0], self._num_full, self._block_size
+        first_read = self._windows[0].first_read
         null = self._pool.null_block
         freed: list[KVCacheBlock] = []
         ends: dict[int, int] = {}
         count = 0
         for request in requests:
             index = num_skipped.get(request.handle, 0)
-            end = (request.num_acknowledged_tokens - past) // size
+            end = first_read(request.num_acknowledged_tokens) // size
             if end > index:
                 tables = request.tables[num_full:]
                 # Either would make the order of reuse differ from that of requests handled one by one: the rest of the

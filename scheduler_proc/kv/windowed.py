@@ -1,4 +1,4 @@
-"""The blocks of one KV group with a sliding window."""
+"""The blocks of one KV group whose tokens read only some before them: a sliding window, or the beginning of a chunk."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -113,3 +113,14 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         assert all(b.is_null for b in held[:skipped]), f"{where}: a skipped block is not null"
         real = [index for index, block in enumerate(held) if not block.is_null]
         assert not real or len(held) - real[0] == len(real), f"{where}: null block within the window"
+
+
+class ChunkedLocalManager(SlidingWindowManager):
+    """A token reads the positions of its chunk up to its own; blocks of earlier chunks are null.
+
+    A hit that ends where a chunk begins needs no block here: with no other kind of group it needs none at all, because
+    no layer then reads across that border. A request holds at most as many blocks as under a window of that length.
+    """
+
+    def first_read(self, position: int) -> int:
+        return position // self.window * self.window

@@ -23,7 +23,7 @@ HASH_MASK = 2**63 - 1
 """vLLM publishes the last 64 bits of a hash, as an integer. The first of them is 0 here, because some routers decode
 them as signed numbers."""
 MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
-VLLM_KINDS = {"latent_attention": "mla_attention"}
+VLLM_KINDS = {"latent_attention": "mla_attention", "chunked_local": "chunked_local_attention"}
 """vLLM's names of the kinds of KV groups that it names otherwise."""
 MAX_ANSWERS = 64
 """Most replays at a time; further requests are dropped, and their peers request again."""

@@ -51,6 +51,7 @@ _PACKAGES = (
 """Those with the classes of the state: they have no side effects."""
 _RENAMED = {
     "choice.Choice": "choice.LoadChoice",
+    "decode_blocks.SteadyBlockAllocator._window": "",
     "drafting.NoDrafts": "drafting.DraftPolicy",
     "holds.Hold": "holds.BlockHold",
     "holds.BlockHold.tenant": "account",

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import msgspec
 from kv_cases import LAYOUTS, layout_like
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout, StateTensor
@@ -21,6 +22,10 @@ def random_layout(rng: random.Random) -> KVLayout:
     for _ in range(rng.randrange(3)):
         kind, _, window = rng.choice(kinds), rng.choice((1, 1, 2, 3)), rng.randrange(1, 12)
         groups.append(KVGroup(kind, size, [0], window))
+    # Without another random number: all groups of a layout with some windows have chunks instead.
+    if groups[-1].window % 3 == 0:
+        kinds_of = {"sliding_window": "chunked_local"}
+        groups = [msgspec.structs.replace(group, kind=kinds_of.get(group.kind, group.kind)) for group in groups]
     rng.shuffle(groups)
     return KVLayout(groups, num_kv_heads=1, head_dim=4, dtype="float32")
 

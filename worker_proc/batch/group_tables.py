@@ -177,7 +177,7 @@ def make_block_tables(
             num_blocks,
             device,
             kernel_block_size=kernel_block_size,
-            null_allowed=group.sliding_window > 0,
+            null_allowed=not group.keeps_all,
         )
         for group, kernel_block_size in zip(groups, sizes, strict=True)
     ]

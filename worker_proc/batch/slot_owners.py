@@ -2,9 +2,9 @@
 
 A row *claims* the blocks from its computed position on, because it will write to them. Blocks before that position are
 prefix cache hits: many rows may *read* one, and none may claim it. All KV groups share one pool, so a block has one
-owner in all groups. A claim ends when the row is removed. In a group with a sliding window it also ends when the block
-is left of the row's window, because the scheduler may free the block while the row runs. In a full attention group a
-full block stays claimed, because the row that wrote it still reads it.
+owner in all groups. A claim ends when the row is removed. In a group with a sliding window or with chunks it also ends
+when the block is left of what the row reads, because the scheduler may free the block while the row runs. In a full
+attention group a full block stays claimed, because the row that wrote it still reads it.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,9 @@ class SlotOwners:
         max_rows = len(num_computed)
         self._num_computed = num_computed
         self._block_size = np.array([g.block_size for g in groups], np.int64)
-        # Number of positions that a token sees; 0 means all.
+        # Number of positions that a token sees, or of a chunk; 0 means all.
         self._window = np.array([g.sliding_window for g in groups])
+        self._chunk = np.array([g.chunk for g in groups], np.int64)
         # The last claim of each block: its key, group, and index in the row's block table.
         self._owner = np.zeros(num_blocks, np.int64)
         self._group = np.zeros(num_blocks, np.int32)
@@ -59,7 +60,7 @@ class SlotOwners:
             self._begin(row)
         own = min(int(self._num_computed[row] // self._block_size[group]), len(block_ids))
         read = block_ids[:own]
-        if len(read) and not self._window[group]:
+        if len(read) and not (self._window[group] or self._chunk[group]):
             self._new_reads.append((int(self._place_of_row[row]), read.copy()))
         self.claim(row, group, np.arange(own, len(block_ids)), block_ids[own:])
 
@@ -155,8 +156,9 @@ class SlotOwners:
     def _first_read(self, rows: Ints, groups: Ints) -> Ints:
         """Return the first position that the next token of each row reads; claims of earlier blocks have ended."""
         position = self._num_computed[rows].astype(np.int64)
-        window = self._window[groups]
-        return np.where(window > 0, np.maximum(position - window + 1, 0), 0)
+        window, chunk = self._window[groups], self._chunk[groups]
+        first = np.where(window > 0, np.maximum(position - window + 1, 0), 0)
+        return np.where(chunk > 0, position // np.maximum(chunk, 1) * chunk, first)
 
     def _begin(self, row: int) -> None:
         self._serial += 1

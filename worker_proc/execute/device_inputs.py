@@ -62,7 +62,7 @@ class InputSender:
         self._last_sampled, self._transfer, self._fields_of, self._states = last_sampled, transfer, fields_of, states
         # Only full attention groups: a window may have passed the prefix.
         self._prefixes = [
-            None if group.sliding_window else SharedPrefixes(tables, index) for index, group in enumerate(groups)
+            SharedPrefixes(tables, index) if group.keeps_all else None for index, group in enumerate(groups)
         ]
 
     def of(self, inputs: StepInputs) -> DeviceInputs:

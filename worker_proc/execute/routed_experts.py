@@ -32,7 +32,7 @@ NOT_ASKED = -1
 
 def group_of_experts(layout: KVLayout) -> int:
     """Return the index of the first KV group that keeps all positions; the configuration has checked that one does."""
-    return next(index for index, group in enumerate(layout.groups) if not group.sliding_window)
+    return next(index for index, group in enumerate(layout.groups) if group.keeps_all)
 
 
 def expert_block_bytes(layout: KVLayout, routes: Routes | None) -> int:

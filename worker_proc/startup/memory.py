@@ -58,30 +58,24 @@ def plan_memory(
     # One more than a step may use, to which an adapter is loaded while the others are in use.
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters
-    block_bytes, slot_bytes = layout.block_bytes + other_block_bytes, layout.slot_bytes
-    # Slot 0, which no request has, and those of drafts are there however many others there are.
-    drafts = config.max_num_seqs * config.num_speculative_tokens
-    fixed_states = slot_bytes * (1 + drafts)
-    num_slots = 0
+    block_bytes, num_slots = layout.block_bytes + other_block_bytes, 0
     if not layout.groups:
         num_blocks = 2  # the null block and an unused one
     elif config.num_blocks_override:
         num_blocks = config.num_blocks_override + 1
-        num_slots = _state_slots(
-            config, layout, num_blocks * block_bytes, left - num_blocks * block_bytes - fixed_states
-        )
+        num_slots = _state_slots(config, layout, num_blocks * block_bytes, left - num_blocks * block_bytes)
     else:
         others = usable - usable // config.sharing(rank)[1]  # other engines start at the same time
         default = left if device.type == "cuda" else _cpu_pool_bytes(config, layout, left - others, block_bytes)
-        pool = (config.kv_cache_memory_bytes or max(default, 0)) - fixed_states
-        most_states = min(max(pool * 3 // 4, slot_bytes), pool - 2 * block_bytes)
+        pool = config.kv_cache_memory_bytes or max(default, 0)
+        most_states = min(max(pool * 3 // 4, _state_bytes(config, layout, 1)), pool - 2 * block_bytes)
         num_slots = _state_slots(config, layout, pool, most_states)
-        num_blocks = (pool - num_slots * slot_bytes) // block_bytes
-    kv_cache, states = num_blocks * block_bytes, fixed_states + num_slots * slot_bytes
-    if num_blocks < 2 or (slot_bytes and not num_slots) or kv_cache + states > left:
+        num_blocks = (pool - _state_bytes(config, layout, num_slots)) // block_bytes
+    kv_cache, states = num_blocks * block_bytes, _state_bytes(config, layout, num_slots)
+    if num_blocks < 2 or (states and not num_slots) or kv_cache + states > left:
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
-            f"{_of_adapters(adapters)}{_of_states(max(states, fixed_states + slot_bytes))}"
+            f"{_of_adapters(adapters)}{_of_states(max(states, _state_bytes(config, layout, 1)))}"
             f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; "
             f"{max(usable, 0) // _MIB} MiB are usable: "
             f"lower --max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise "
@@ -97,7 +91,7 @@ def plan_memory(
         block_size=config.block_size,
         adapters=adapters,
         states=states,
-        num_slots=num_slots + 1 if slot_bytes else 0,
+        num_slots=num_slots + 1 if states else 0,
     )
 
 
@@ -108,8 +102,20 @@ def _state_slots(config: EngineConfig, layout: KVLayout, pool_bytes: int, most_b
     """
     if not layout.states or config.state_slots:
         return config.state_slots if layout.states else 0
-    chosen = layout.num_slots(pool_bytes, config.max_num_seqs)
-    return max(0, min(chosen, most_bytes // layout.slot_bytes))
+    rows, places = config.max_num_seqs, most_bytes // layout.slot_bytes - 1
+    fitting = max(
+        places - rows * config.num_speculative_tokens, min(rows, places // (1 + config.num_speculative_tokens))
+    )
+    return max(0, min(layout.num_slots(pool_bytes, rows), fitting))
+
+
+def _state_bytes(config: EngineConfig, layout: KVLayout, num_slots: int) -> int:
+    """Return the bytes of so many slots of recurrent states, and of what comes with them.
+
+    That is slot 0, which no request has, and a place for each draft of a step: no more requests run than have slots.
+    """
+    drafts = config.num_speculative_tokens * min(config.max_num_seqs, num_slots)
+    return layout.slot_bytes * (1 + num_slots + drafts)
 
 
 def _of_adapters(num_bytes: int) -> str:

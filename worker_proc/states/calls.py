@@ -1,6 +1,6 @@
 """The recurrent states of a step's rows, as a model with such states reads and writes them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,16 @@ class StateCall:
     def covers(self, num_tokens: int) -> bool:
         """Whether these are all tokens of a step, in order."""
         return self.tokens == slice(0, num_tokens) if isinstance(self.tokens, slice) else False
+
+    def single_tokens(self) -> Iterator[tuple[int, "StateCall"]]:
+        """Yield the place of each token in the step, and a call of it alone. All places must be ranges."""
+        assert isinstance(self.tokens, slice) and isinstance(self.source, slice) and isinstance(self.target, slice)
+        for index, token in enumerate(range(self.tokens.start, self.tokens.stop)):
+            row = 0 if self.is_segment else index
+            source = target = slice(self.target.start + row, self.target.start + row + 1)
+            if self.source is not self.target and not (self.is_segment and index):
+                source = slice(self.source.start + row, self.source.start + row + 1)
+            yield token, StateCall(slice(token, token + 1), source, target, self.is_segment)
 
     def read(self, pool: torch.Tensor) -> torch.Tensor:
         """Return the states before the tokens, ``[slots, *shape]`` → ``[rows, *shape]``: a view, if it may be one."""

@@ -43,6 +43,7 @@ class RowStates:
         device: torch.device,
     ) -> None:
         rows, drafts = config.max_num_seqs, config.num_speculative_tokens
+        drafting = min(rows, max(num_slots - 1, 0))  # rows have no gaps, and each has a slot
         self.num_slots = num_slots
         self._batch, self._transfer = batch, transfer
         # One form, whatever is computed together: a chunk and its tokens one by one round differently.
@@ -52,8 +53,8 @@ class RowStates:
         batch.register(RowColumn(self.slots))
         batch.register(RowColumn(self._awaits, empty=False))
         self.place = np.arange(num_slots)
-        self._draft_places = num_slots + np.arange(rows * drafts).reshape(rows, drafts)
-        self.pool = StatePool(layout.states, num_slots + rows * drafts, device) if layout.states else None
+        self._draft_places = num_slots + np.arange(drafting * drafts).reshape(drafting, drafts)
+        self.pool = StatePool(layout.states, num_slots + drafting * drafts, device) if layout.states else None
 
     # ---- the diff
 

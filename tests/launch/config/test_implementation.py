@@ -230,8 +230,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "LoRA adapters of linear layers outside of experts": {"enable_lora": True},
     "weights rounded at the start (`--quantization`)": {"quantization": "int8"},
     "quantised checkpoints: compressed-tensors, fp8, GPTQ, AWQ, ModelOpt": {"quantization_config": FP8},
+    "bitwise equal answers (`--deterministic`)": {"deterministic": True, "device": "cpu"},
+    "bitwise equal answers on a GPU": {"deterministic": True, "device": "cuda"},
     "tensor parallelism of classes that have a plan for it (below)": {"tensor_parallel_size": 2},
-    "bitwise equal answers": {"deterministic": True},
+    "bitwise equal answers of several ranks": {"deterministic": True, "device": "cpu", "tensor_parallel_size": 2},
     "the chosen experts": {"enable_return_routed_experts": True},
 }
 """Rows of the table of docs/models.md: flags, or fields of ``config.json``. Those without either have none."""
@@ -293,8 +295,8 @@ def test_a_plan_is_tried_once_for_each_number_of_ranks(tmp_path: Path, measured:
 
 
 def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measured: list[str]) -> None:
-    options = EngineOptions(model_impl="transformers", load_format="dummy", deterministic=True)
-    with pytest.raises(ConfigError, match=r"--deterministic is not supported for Llama.*, or set --model-impl native"):
+    options = EngineOptions(model_impl="transformers", load_format="dummy", enable_return_routed_experts=True)
+    with pytest.raises(ConfigError, match=r"-experts is not supported for Llama.*, or set --model-impl native"):
         make_engine_config(options, folder=write(tmp_path, LLAMA))
 
 

@@ -1,7 +1,7 @@
 """Sliding windows: held blocks, freed blocks, and the blocks that a hit needs."""
 
 import pytest
-from kv_cases import case, layout_of, shape, sliding, step
+from kv_cases import case, chunked, layout_of, shape, sliding, step
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVGroup
@@ -140,3 +140,44 @@ def test_check_detects_violations(damage: str) -> None:
         held[2] = held[3]
     with pytest.raises(AssertionError, match="group 0, handle 1"):
         kv.coordinator.check()
+
+
+def test_blocks_before_the_chunk_of_the_next_token_are_freed() -> None:
+    kv, request = manager_of(chunked(8)), case(1, 40)
+    request.skip_reading_prefix_cache = True
+    seen = []
+    for _ in range(6):
+        step(kv, request, 4)
+        seen.append(shape(kv, request))
+    # With 8 acknowledged the next token begins a chunk. Before it is planned, both blocks are freed at once.
+    assert seen == ["#", "##", "..#", "..##", "....#", "....##"]
+    kv.check()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "forgotten", "found"),
+    [
+        (17, (), (16, "....")),  # ends where a chunk begins: no block is read
+        (15, (), (12, "..#")),
+        (15, (2,), (8, "..")),
+        (23, (4,), (16, "....")),
+        (23, (), (20, "....#")),
+    ],
+)
+def test_a_hit_needs_the_blocks_of_its_last_chunk(
+    num_tokens: int, forgotten: tuple[int, ...], found: tuple[int, str]
+) -> None:
+    kv = filled(chunked(8), 23)
+    forget(kv, *forgotten)
+    assert hit(kv, num_tokens) == found
+
+
+def test_a_chunk_that_begins_within_a_block_keeps_the_block() -> None:
+    kv, request = manager_of(chunked(6)), case(1, 40)
+    request.skip_reading_prefix_cache = True
+    for _ in range(4):
+        step(kv, request, 4)
+    assert shape(kv, request) == "...#", "position 12 begins a chunk"
+    step(kv, request, 4)
+    step(kv, request, 4)
+    assert shape(kv, request) == "....##", "position 20 reads from position 18 on, in block 4"

@@ -83,6 +83,8 @@ def first_read(group: KVGroup, position: int) -> int:
     """Return the first position whose content the token at ``position`` reads, by docs/kv_cache.md."""
     if group.kind == "sliding_window":
         return max(0, position - group.window + 1)
+    if group.kind == "chunked_local":
+        return position - position % group.window
     return 0
 
 

@@ -20,6 +20,10 @@ def sliding(window: int, size: int = 4) -> KVGroup:
     return KVGroup("sliding_window", size, [0], window)
 
 
+def chunked(chunk: int, size: int = 4) -> KVGroup:
+    return KVGroup("chunked_local", size, [0], chunk)
+
+
 def layout_of(*groups: KVGroup) -> KVLayout:
     return KVLayout(list(groups), num_kv_heads=1, head_dim=4, dtype="float32")
 

@@ -118,21 +118,23 @@ def plan_states(**settings: Any) -> MemoryPlan:
 @pytest.mark.parametrize(
     "settings, slots, blocks",
     [
-        ({"kv_cache_memory_bytes": 65 * MIB}, 12, 52 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 65 * MIB}, 13, 51 * MIB // BLOCK),
         ({"kv_cache_memory_bytes": 13 * MIB}, 8, 4 * MIB // BLOCK),  # two for each of four requests
-        ({"kv_cache_memory_bytes": 9 * MIB}, 6, 2 * MIB // BLOCK),  # a quarter stays for blocks
+        ({"kv_cache_memory_bytes": 8 * MIB}, 5, 2 * MIB // BLOCK),  # a quarter stays for blocks
         ({"kv_cache_memory_bytes": 2 * MIB + 2 * BLOCK}, 1, 2),
         ({"num_blocks_override": 64}, 8, 65),
         ({"num_blocks_override": 12800}, 20, 12801),
         ({"num_blocks_override": 64, "state_slots": 3}, 3, 65),
         ({"kv_cache_memory_bytes": 65 * MIB, "state_slots": 3}, 3, 61 * MIB // BLOCK),
-        ({"kv_cache_memory_bytes": 77 * MIB, "num_speculative_tokens": 3}, 12, 52 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 78 * MIB, "num_speculative_tokens": 3}, 15, 50 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 28 * MIB, "num_speculative_tokens": 3}, 8, 7 * MIB // BLOCK),
+        ({"kv_cache_memory_bytes": 12 * MIB, "num_speculative_tokens": 3}, 2, 3 * MIB // BLOCK),
     ],
 )
 def test_slots_of_states_are_a_part_of_the_pool(settings: dict[str, Any], slots: int, blocks: int) -> None:
-    """Besides, there are slot 0, and as many as drafts of a step."""
+    """Besides, there are slot 0, and as many as drafts of a step, in which no more requests run than have slots."""
     made = plan_states(**settings)
-    drafts = 4 * settings.get("num_speculative_tokens", 0)
+    drafts = min(4, slots) * settings.get("num_speculative_tokens", 0)
     assert (made.num_slots - 1, made.num_blocks, made.states) == (slots, blocks, (slots + 1 + drafts) * MIB)
     assert made.kv_cache == blocks * BLOCK and plan().states == plan().num_slots == 0
 

@@ -88,7 +88,8 @@ def build_module(config: Any, dtype: torch.dtype, attention: str) -> Any:
     # Classes with layers of other kinds use the interface and do not set the flag.
     if not (model._supports_attention_backend or model._can_set_attn_implementation()):
         raise Unservable(f"is a {name}, whose code has no interface for attention")
-    base_of(model)
+    # It looks at the values of tokens in each step, only to warn of padding, which rows of a step do not have.
+    base_of(model).warn_if_padding_and_no_attention_mask = lambda *given: None
     model.tie_weights()
     for path, weight in model.named_parameters():
         if stays_wide(model, path, dtype):

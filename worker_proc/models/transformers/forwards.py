@@ -23,6 +23,12 @@ def compute_by(model: torch.nn.Module, forwards: Mapping[torch.nn.Module, Forwar
                 parent.__dict__[name].module = module
 
 
+def computed_by(model: torch.nn.Module) -> dict[torch.nn.Module, Forward]:
+    """Return the modules below ``model`` that functions compute, and the functions."""
+    places = (vars(parent).values() for parent in model.modules())
+    return {each.module: each for place in places for each in place if isinstance(each, _Direct)}
+
+
 class _Direct(partial):  # type: ignore[type-arg]
     """A function with the attributes of the module that it computes."""
 

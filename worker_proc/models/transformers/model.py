@@ -24,6 +24,7 @@ from quire.worker_proc.models.transformers.build import (
     read_settings,
     settings_of,
 )
+from quire.worker_proc.models.transformers.deterministic import serve_batches, settle
 from quire.worker_proc.models.transformers.divide import Division, divide
 from quire.worker_proc.models.transformers.gates import use_gates
 from quire.worker_proc.models.transformers.head import Head
@@ -31,12 +32,13 @@ from quire.worker_proc.models.transformers.linears import Products
 from quire.worker_proc.models.transformers.load import tensor_sources
 from quire.worker_proc.models.transformers.norms import use_norms
 from quire.worker_proc.models.transformers.states import connect_states
+from quire.worker_proc.models.transformers.tokenwise import TokenTensors
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 from quire.worker_proc.states.calls import NO_STATES, StateCall, StateStep
 from quire.worker_proc.states.pool import StatePool
 
-_TRIED_TOKENS = 4
+_TRIED_TOKENS = 8
 
 
 class _NoAttention:
@@ -81,6 +83,7 @@ class TransformersModel(Model):
         self._head = Head(self.module)
         self._base = base_of(self.module)
         self._settings = settings_of(self._base)
+        self._deterministic = self._tokenwise = False
 
     def __call__(
         self, inputs: Inputs, kv_caches: Sequence[torch.Tensor], plans: Sequence[Any], backend: LayerAttention
@@ -90,9 +93,11 @@ class TransformersModel(Model):
         self._current.step = Step(kv_caches, plans, backend)
         self._states.step = inputs.states
         try:
-            rows = {"input_ids": inputs.token_ids[None], "position_ids": inputs.positions[None]}
-            hidden: torch.Tensor = self._base(**rows, **self._settings)[0]
-            return Outputs(hidden[0])
+            ids, positions = inputs.token_ids[None], inputs.positions[None]
+            if self._tokenwise:
+                ids, positions = (TokenTensors.of(each.view(-1, 1, 1)) for each in (ids, positions))
+            hidden: torch.Tensor = self._base(input_ids=ids, position_ids=positions, **self._settings)[0]
+            return Outputs(hidden.batch()[:, 0, 0] if isinstance(hidden, TokenTensors) else hidden[0])
         finally:
             self._current.step, self._states.step = None, NO_STATES
             self.products.end_step()
@@ -102,27 +107,31 @@ class TransformersModel(Model):
         return AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.build.activation_dtype)
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden).float()
+        if not self._tokenwise:
+            return self._head(hidden).float()
+        logits: Any = self._head(TokenTensors.of(hidden[:, None]))
+        scores: torch.Tensor = logits.batch()[:, 0].float()
+        return scores
 
     def logits_of(self, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
     def check_loaded(self) -> None:
-        """As ``Model.check_loaded``: without attention, no token of four rows must depend on the one before it."""
-        layers = len(self.attention)
-        positions = torch.arange(_TRIED_TOKENS, device=self.build.device)
-        found = []
-        for first in (0, 1):
-            tokens = torch.zeros_like(positions)
-            tokens[0] = first
-            given = Inputs(tokens, positions, states=self.new_states(_TRIED_TOKENS, one_row=False))
-            found.append(self(given, [positions] * layers, [None] * layers, _NoAttention()).hidden[1:].float())
-        rounding = torch.finfo(self.build.activation_dtype).eps ** 0.5
-        if (found[0] - found[1]).abs().max() > rounding * found[0].abs().max():
+        """As ``Model.check_loaded``: without attention, no token of some rows must depend on the one before it.
+
+        In deterministic mode tokens are computed alone from then on, so that none can.
+        """
+        tokens = torch.arange(_TRIED_TOKENS, device=self.build.device) % self.config.vocab_size
+        others = tokens.clone()
+        others[0] = 1
+        found = [self._try(given)[1:].float() for given in (tokens, others)]
+        if (found[0] - found[1]).abs().max() > self._rounding(found[0]):
             raise ConfigError(
                 f"{self.measured.class_name} of transformers mixes tokens outside of attention, as a convolution does, "
                 f"and would mix requests: the model cannot be served"
             )
+        if self._deterministic:
+            self._compute_tokens_alone(tokens)
 
     def new_states(self, num_tokens: int, *, one_row: bool) -> StateStep:
         if not self.measured.states:
@@ -131,6 +140,34 @@ class TransformersModel(Model):
         tokens, places = slice(0, num_tokens), slice(0, 1 if one_row else num_tokens)
         pool = StatePool(layout, places.stop, torch.device(self.build.device))
         return StateStep([StateCall(tokens, places, places, is_segment=one_row)], pool.tensors)
+
+    def _try(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of one token each of some rows, without attention."""
+        layers, positions = len(self.attention), torch.arange(len(tokens), device=tokens.device)
+        given = Inputs(tokens, positions, states=self.new_states(len(tokens), one_row=False))
+        return self(given, [positions] * layers, [None] * layers, _NoAttention()).hidden
+
+    def _compute_tokens_alone(self, tokens: torch.Tensor) -> None:
+        expected = self.scores(self._try(tokens))
+        attention = {self.module.get_submodule(layer.measured.module): layer for layer in self.attention}
+        states = {self.module.get_submodule(state.module) for state in self.measured.states}
+        serve_batches(self.module, dict(attention))
+        self._head = Head(self.module)  # again, as other functions compute its modules now
+        self._tokenwise = True
+        adapted = self.build.additions is not None
+        found = settle(self.module, {*attention, *states}, lambda: self.scores(self._try(tokens)), adapted=adapted)
+        # Equal scores of two experts may be decided otherwise, but not for most tokens.
+        near = torch.isclose(found, expected, rtol=0, atol=self._rounding(expected), equal_nan=True).all(1)
+        if near.float().mean() < 0.5:
+            raise ConfigError(
+                f"--deterministic is not supported for {self.measured.class_name} of transformers, which computes "
+                f"other logits token by token: omit the flag"
+            )
+
+    def _rounding(self, like: torch.Tensor) -> float:
+        """Return how far values of about this size may differ by rounding alone."""
+        eps: float = torch.finfo(self.build.activation_dtype).eps
+        return float(eps**0.5 * like.abs().max())
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         for layer in self.attention:
@@ -149,6 +186,7 @@ class TransformersModel(Model):
     def prepack(self, *, deterministic: bool = False) -> bool:
         packed = super().prepack(deterministic=deterministic)
         self.products.prepack()
+        self._deterministic = deterministic
         return packed
 
     def tensor_sources(self, folder: Path, stored: Mapping[str, StoredTensor]) -> Sources:

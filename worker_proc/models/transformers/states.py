@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quire.protocol.model.measured_config import MeasuredState
+from quire.worker_proc.models.transformers.tokenwise import TokenTensors, of_token
 from quire.worker_proc.states.calls import NO_STATES, StateCall, StateStep
 
 _CACHES = ("cache", "past_key_values", "cache_params")
@@ -124,6 +125,8 @@ class StateLayer:
         """``[1, num_tokens, width]`` → the same."""
         hidden, others = self.module.arguments(args, named)
         calls = self.current.step.calls
+        if isinstance(hidden, TokenTensors):
+            return self._each_token(calls, hidden, others)
         if len(calls) == 1 and calls[0].covers(hidden.shape[1]):
             return self._call(calls[0], hidden, others)
         whole: torch.Tensor | None = None
@@ -134,6 +137,15 @@ class StateLayer:
             whole[:, call.tokens] = own
         assert whole is not None, "a module with a state outside of a step"
         return whole
+
+    def _each_token(self, calls: Sequence[StateCall], hidden: TokenTensors, others: dict[str, Any]) -> TokenTensors:
+        """Advance the states token by token, in the order of the calls: deterministic mode."""
+        found: dict[int, torch.Tensor] = {}
+        for call in calls:
+            for token, single in call.single_tokens():
+                found[token] = self._call(single, hidden.tokens[token], of_token(others, token))
+        TokenTensors.wrote()
+        return TokenTensors([found[token] for token in range(len(hidden.tokens))])
 
     def _call(self, call: StateCall, hidden: torch.Tensor, others: dict[str, Any]) -> torch.Tensor:
         """Compute ``[1, n, width]``: n tokens of one row, or one token each of n rows."""

@@ -87,6 +87,18 @@ def test_block_sizes(block_size: int, main_dtype: torch.dtype, make_case: Any) -
     check_case(make_case([1, 12, 3], [70, 80, 33], main_dtype, block_size=block_size))
 
 
+def test_other_layers_between_blocks(dtype: torch.dtype, make_case: Any) -> None:
+    """The blocks of packed caches are further apart than their size; NaN lies between them."""
+    case = make_case([1, 12, 3], [70, 80, 33], dtype)
+    cache = case.filled_cache
+    packed = torch.full((*cache.shape[:2], 3 * cache[0, 0].numel()), float("nan"), dtype=dtype, device=cache.device)
+    own = packed.as_strided(cache.shape, (*packed.stride()[:2], *cache.stride()[2:]), cache[0, 0].numel())
+    own.copy_(cache)
+    scale = case.query.shape[-1] ** -0.5
+    step = case.query, *rows_of(case), plan_case(case), scale
+    torch.testing.assert_close(paged_attention(step[0], own, *step[1:]), paged_attention(step[0], cache, *step[1:]))
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(2, 2, 80), (8, 2, 64), (7, 1, 96), (20, 1, 80), (8, 2, 16), (6, 2, 48), (7, 1, 128), (2, 1, 192), (33, 1, 8)],

@@ -141,6 +141,21 @@ def test_all_at_once(family: str, checkpoint: Callable[[str], Made]) -> None:
     assert [answers[f"again {index}"].tokens for index in range(len(PROMPTS))] == wanted
 
 
+def test_bits_are_equal_however_states_are_advanced(checkpoint: Callable[[str], Made]) -> None:
+    """With ``--deterministic``: log probabilities of all tokens."""
+    folder, wanted = checkpoint("qwen3_5_text")
+    found = []
+    for way in ("chunks of 24", "whole prompts", "drafts, preempted"):
+        engine = engine_of(folder, deterministic=True, **WAYS[way])
+        if "drafts" in way:
+            propose_answers(engine, wanted)
+        for index, prompt in enumerate(PROMPTS):
+            engine.add(str(index), prompt, max_tokens=NUM_TOKENS, logprobs=0)
+        answers = engine.run()
+        found.append([answers[str(index)].logprobs for index in range(len(PROMPTS))])
+    assert found[0] == found[1] == found[2] and all(len(each) == NUM_TOKENS for each in found[0])
+
+
 def test_beams_copy_states(checkpoint: Callable[[str], Made], tmp_path: Path) -> None:
     model = make_tiny(tmp_path, "qwen3_5_text")
     engine = engine_of(tmp_path)
