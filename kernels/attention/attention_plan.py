@@ -69,7 +69,7 @@ class Scratch:
     """Partial results, overwritten by each layer.
 
     Attributes:
-        acc: float32 ``[num_slots, num_heads, head_dim]``: weighted sums of values.
+        acc: float32 ``[num_slots, num_heads, out_dim]``: weighted sums of values.
         stats: float32 ``[num_slots, num_heads, 2]``: the largest score in units of log2, and the sum of weights.
     """
 
@@ -121,7 +121,7 @@ class PrefixPass:
 
 
 def allocate_scratch(shape: AttentionShape, num_slots: int, device: torch.device) -> Scratch:
-    acc = torch.empty((num_slots, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device)
+    acc = torch.empty((num_slots, shape.num_heads, shape.out_dim), dtype=torch.float32, device=device)
     return Scratch(acc, torch.empty((num_slots, shape.num_heads, 2), dtype=torch.float32, device=device))
 
 

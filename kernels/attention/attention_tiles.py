@@ -95,6 +95,7 @@ FIXED = {
 TABLES = {"decode": DECODE, "prefill": PREFILL, "fixed": FIXED}
 
 MAX_HEAD_DIM = 512
+"""Of values; of latents only this part of a key counts."""
 
 
 def tiles_of(shape: AttentionShape, regime: Regime, tile_tokens: int, capability: int) -> Tiles:
@@ -103,7 +104,7 @@ def tiles_of(shape: AttentionShape, regime: Regime, tile_tokens: int, capability
     found = next(
         tiles
         for (min_capability, width, max_dims), tiles in TABLES[regime].items()
-        if capability >= min_capability and size == width and shape.head_dim <= max_dims
+        if capability >= min_capability and size == width and shape.out_dim <= max_dims
     )
     if regime == "fixed":
         return found

@@ -57,6 +57,7 @@ def paged_attention_reference(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    value_dim: int = 0,
 ) -> torch.Tensor:
     """Compute ``PagedAttention`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
@@ -64,7 +65,7 @@ def paged_attention_reference(
     """
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = query.shape[1] // num_kv_heads
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], value_dim or query.shape[2])
     for row, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         seq_len = int(seq_lens[row])
         query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
@@ -73,7 +74,8 @@ def paged_attention_reference(
         position = torch.arange(first, seq_len, device=query.device)
         block_id = block_table[row, position // block_size].long()
         gathered = as_bits(kv_cache)[:, block_id, position % block_size].view(kv_cache.dtype)
-        key, value = gathered.to(torch.float32).double() if kv_cache.dtype in FP8_DTYPES else gathered.double()
+        parts = gathered.to(torch.float32).double() if kv_cache.dtype in FP8_DTYPES else gathered.double()
+        key, value = parts[0], parts[-1][..., -out.shape[2] :]
         key = key if k_scale is None else key * k_scale.double()[:, None]
         value = value if v_scale is None else value * v_scale.double()[:, None]
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -116,7 +118,8 @@ class PagedAttention:
             kv_cache: given ``as_bits``.
 
         Returns:
-            ``[num_tokens, num_heads, head_dim]`` in query's dtype, contiguous, with zeros for padding.
+            ``[num_tokens, num_heads, head_dim]`` (``value_dim`` with latents) in query's dtype, contiguous, with zeros
+            for padding.
         """
         out = (query.new_zeros if self.padded else query.new_empty)(*self.out_shape)
         for attend in self.sections:
@@ -139,6 +142,7 @@ def prepare_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    value_dim: int = 0,
 ) -> PagedAttention:
     """Check a layer's tensors, and return the launches of attention with the Triton kernels.
 
@@ -164,23 +168,25 @@ def prepare_attention(
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 leaves them unchanged.
         sinks: float32 ``[num_heads]``: an additional score per head in the softmax's sum, without a value.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``: factors on an fp8 cache; None means 1.
+        value_dim: the cache has one part, keys, whose last ``value_dim`` numbers are the values; 0: it has both.
 
     Raises:
         ValueError: a tensor does not have the shape, dtype or device above, or does not fit the plan.
         RuntimeError: Triton cannot launch in this process.
     """
-    shape = _check_shape(query, kv_cache)
+    shape = _check_shape(query, kv_cache, value_dim)
     _check_rows(query, block_table, query_start_loc, seq_lens, plan, shape)
     _check_extras(query, kv_cache, sinks, k_scale, v_scale)
     require_launchable(query.device.type)
     from quire.kernels.attention.paged_attention_triton import attention_kernel, merge_kernel
 
     padded = plan.num_tokens != len(query)
+    out_shape = (*query.shape[:2], shape.out_dim)
     if not plan.num_rows:
-        return PagedAttention(query.shape, padded)
+        return PagedAttention(out_shape, padded)
     # With a cap the kernel computes tanh(x) from exp2(2 * x * log2(e)), hence the factor 2 / cap.
     factor = (2 / soft_cap if soft_cap else 1) * scale * LOG2_E
-    out_strides = (query.shape[1] * query.shape[2], query.shape[2])
+    out_strides = (shape.num_heads * shape.out_dim, shape.out_dim)
     sections = []
     for section in plan.sections:
         tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
@@ -200,9 +206,9 @@ def prepare_attention(
     if len(plan.merges):
         counts = (shape.num_heads, plan.num_prefix, plan.prefix_stride)
         last = (plan.scratch.acc, plan.scratch.stats, plan.merges, *counts, *out_strides)
-        constants = merge_constants(shape.head_dim, plan.fixed_split)
+        constants = merge_constants(shape.out_dim, plan.fixed_split)
         merge = Launch(merge_kernel, (len(plan.merges), shape.num_heads), last, constants)
-    return PagedAttention(query.shape, padded, tuple(sections), merge)
+    return PagedAttention(out_shape, padded, tuple(sections), merge)
 
 
 def launch_constants(
@@ -214,7 +220,8 @@ def launch_constants(
     """
     return {
         "GROUP": shape.group,
-        "HEAD_DIM": shape.head_dim,
+        "HEAD_DIM": shape.out_dim,
+        "ROPE_DIM": shape.head_dim - shape.out_dim,
         "BLOCK_SIZE": block_size,
         "WINDOWED": plan.visible.window > 0,
         "SHARED": section.shared,
@@ -223,7 +230,8 @@ def launch_constants(
         "SEGMENT": plan.fixed_split,
         "TILE_LANES": tiles.lanes,
         "TILE_KEYS": tiles.keys,
-        "TILE_DIMS": max(16, next_power_of_two(shape.head_dim)),
+        "TILE_DIMS": max(16, next_power_of_two(shape.out_dim)),
+        "TILE_ROPE": max(16, next_power_of_two(max(1, shape.head_dim - shape.out_dim))),
     }
 
 
@@ -252,17 +260,17 @@ def merge_constants(head_dim: int, fixed_split: int) -> dict[str, Any]:
     }
 
 
-def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor) -> AttentionShape:
+def _check_shape(query: torch.Tensor, kv_cache: torch.Tensor, value_dim: int) -> AttentionShape:
     query_dims = {"num_tokens": None, "num_heads": None, "head_dim": None}
     check_tensor("query", query, query_dims, QUERY_DTYPES, query.device)
     _, num_heads, head_dim = query.shape
-    if not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"query: dimension 2 (head_dim) is {head_dim}, not in [1, {MAX_HEAD_DIM}]")
-    check_kv_cache(kv_cache, None, head_dim, query, (query.dtype, *FP8_DTYPES))
+    if not 0 < (value_dim or head_dim) <= MAX_HEAD_DIM:
+        raise ValueError(f"query: dimension 2 (head_dim) is {value_dim or head_dim}, not in [1, {MAX_HEAD_DIM}]")
+    check_kv_cache(kv_cache, None, head_dim, query, (query.dtype, *FP8_DTYPES), parts=1 if value_dim else 2)
     num_kv_heads = kv_cache.shape[3]
     if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
         raise ValueError(f"query: dimension 1 (num_heads) is {num_heads}, not a multiple of {num_kv_heads} KV heads")
-    return AttentionShape(num_heads, num_kv_heads, head_dim, query.dtype)
+    return AttentionShape(num_heads, num_kv_heads, head_dim, query.dtype, value_dim)
 
 
 def _check_rows(

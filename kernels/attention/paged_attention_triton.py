@@ -21,10 +21,13 @@ def finite_or_zero(maximum):
 @triton.jit
 def load_tile(
     cache, key_start, piece_start, piece_end,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Load the keys and values of the tile at ``key_start``, each ``[TILE_KEYS, TILE_DIMS]`` in the cache's dtype.
+
+    With latents, keys and values are the same numbers, after ROPE_DIM rotated ones, ``[TILE_KEYS, TILE_ROPE]``, which
+    are returned too; otherwise the keys are returned once more.
 
     ``cache`` is a tuple: the row's block table, the head's cache, and the strides between keys and values, between
     blocks and between slots.
@@ -45,19 +48,49 @@ def load_tile(
         else:
             block_id = tl.load(entry).to(tl.int64)
         slot_offset = block_id * block_stride + (key % BLOCK_SIZE) * slot_stride
-    key_ptr = head_cache + slot_offset[:, None] + dim[None, :]
+    key_ptr = head_cache + slot_offset[:, None] + (ROPE_DIM + dim)[None, :]
     # Masked loads give 0: an unwritten slot may hold NaN, and 0 * NaN would make the sum NaN.
-    if MASKED:
-        load_key = in_piece[:, None] & (dim < HEAD_DIM)[None, :]
+    if ROPE_DIM > 0:
+        rope_dim = tl.arange(0, TILE_ROPE)
+        load_key = (dim < HEAD_DIM)[None, :]
+        load_rope = (rope_dim < ROPE_DIM)[None, :]
+        if MASKED:
+            load_key = load_key & in_piece[:, None]
+            load_rope = load_rope & in_piece[:, None]
         k = tl.load(key_ptr, mask=load_key, other=0)
-        v = tl.load(key_ptr + kv_stride, mask=load_key, other=0)
-    elif HEAD_DIM != TILE_DIMS:
-        k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0)
-        v = tl.load(key_ptr + kv_stride, mask=(dim < HEAD_DIM)[None, :], other=0)
+        v = k
+        rope = tl.load(head_cache + slot_offset[:, None] + rope_dim[None, :], mask=load_rope, other=0)
     else:
-        k = tl.load(key_ptr)
-        v = tl.load(key_ptr + kv_stride)
-    return k, v
+        if MASKED:
+            load_key = in_piece[:, None] & (dim < HEAD_DIM)[None, :]
+            k = tl.load(key_ptr, mask=load_key, other=0)
+            v = tl.load(key_ptr + kv_stride, mask=load_key, other=0)
+        elif HEAD_DIM != TILE_DIMS:
+            k = tl.load(key_ptr, mask=(dim < HEAD_DIM)[None, :], other=0)
+            v = tl.load(key_ptr + kv_stride, mask=(dim < HEAD_DIM)[None, :], other=0)
+        else:
+            k = tl.load(key_ptr)
+            v = tl.load(key_ptr + kv_stride)
+        rope = k
+    return k, v, rope
+
+
+@triton.jit
+def load_queries(
+    query, query_offset, in_tile,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
+):  # fmt: skip
+    """Load each lane's query, ``[TILE_LANES, TILE_DIMS]``, and its numbers for the rotated ones of latents."""
+    dim = tl.arange(0, TILE_DIMS)
+    loaded = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
+    q = tl.load(query + query_offset[:, None] + (ROPE_DIM + dim)[None, :], mask=loaded, other=0.0)
+    if ROPE_DIM > 0:
+        rope_dim = tl.arange(0, TILE_ROPE)
+        in_rope = in_tile[:, None] & (rope_dim < ROPE_DIM)[None, :]
+        q_rope = tl.load(query + query_offset[:, None] + rope_dim[None, :], mask=in_rope, other=0.0)
+    else:
+        q_rope = q
+    return q, q_rope
 
 
 @triton.jit
@@ -70,6 +103,16 @@ def query_span(query_start_loc, row, num_rows, SHARED: tl.constexpr):
         start = tl.load(query_start_loc + row)
         end = tl.load(query_start_loc + row + 1)
     return start, end - start
+
+
+@triton.jit
+def lane_positions(positions, seq_lens, row, token, query_len, in_tile, SHARED: tl.constexpr):
+    """Return each lane's position. Token i of a query is at ``context_len + i``, and sees the keys up to its own."""
+    if SHARED:
+        position = tl.load(positions + token, mask=in_tile, other=0)
+    else:
+        position = tl.load(seq_lens + row) - query_len + token
+    return position
 
 
 @triton.jit
@@ -90,25 +133,33 @@ def visible_keys(key_start, key_end, position, window, in_tile, WINDOWED: tl.con
 
 @triton.jit
 def attend_keys(
-    state, q, begin, end, piece_start, piece_end, position, lowest, cache, factor, cap,
+    state, queries, begin, end, piece_start, piece_end, position, lowest, cache, factor, cap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Continue the online softmax of ``state`` over the keys ``[begin, end)`` of a row; return the new state.
 
-    ``begin`` is a multiple of TILE_KEYS. ``state`` holds per lane: the weighted sum of values, the largest score, and
+    ``queries``: those for the keys of ``load_tile``, and for its rotated numbers of latents. ``begin`` is a multiple of
+    TILE_KEYS. ``state`` holds per lane: the weighted sum of values, the largest score, and
     the sum of weights. MASKED must be set if some lane does not see all of these keys, or if some of them are outside
     ``[piece_start, piece_end)``, where neither keys nor block table entries are read.
     """
     acc, maximum, total = state
+    q, q_rope = queries
     for key_start in range(begin, end, TILE_KEYS):
-        k, v = load_tile(
-            cache, key_start, piece_start, piece_end, MASKED, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS
+        k, v, rope = load_tile(
+            cache, key_start, piece_start, piece_end,
+            MASKED, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
         if CACHE != "same":
             k = decode_fp8(k, CACHE == "e5m2").to(q.dtype)
             v = decode_fp8(v, CACHE == "e5m2").to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+            rope = decode_fp8(rope, CACHE == "e5m2").to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if ROPE_DIM > 0:
+            scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
+        scores = scores * factor
         if SOFT_CAP:
             # tanh(x) = 1 - 2 / (exp(2x) + 1), and 1 far before exp2 overflows.
             scores = cap - 2 * cap / (tl.exp2(tl.minimum(scores, 100.0)) + 1)
@@ -131,9 +182,10 @@ def attend_keys(
 
 @triton.jit
 def attend_segments(
-    state, q, begin, end, piece_start, position, lowest, cache, factor, cap,
+    state, queries, begin, end, piece_start, position, lowest, cache, factor, cap,
     SEGMENT: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys ``[begin, end)`` in segments, cut at multiples of SEGMENT, and fold the results in order."""
     acc, maximum, total = state
@@ -142,9 +194,9 @@ def attend_segments(
     for segment in range(begin // SEGMENT * SEGMENT, end, SEGMENT):
         nothing = (tl.zeros_like(acc), tl.full(maximum.shape, float("-inf"), tl.float32), tl.zeros_like(total))
         part, part_maximum, part_total = attend_keys(
-            nothing, q, tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT), piece_start, end,
+            nothing, queries, tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT), piece_start, end,
             position, lowest, cache, factor, cap,
-            True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
         acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
     return acc, maximum, total
@@ -152,10 +204,10 @@ def attend_segments(
 
 @triton.jit
 def attend_whole(
-    state, q, begin, end, piece_start, in_tile, position, lowest, cache, factor, cap,
+    state, queries, begin, end, piece_start, in_tile, position, lowest, cache, factor, cap,
     WHOLE_TILES: tl.constexpr, LEAD: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr,
-    CACHE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
-    TILE_DIMS: tl.constexpr,
+    CACHE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys ``[begin, end)`` without segments.
 
@@ -174,16 +226,16 @@ def attend_whole(
             whole_end = begin
         if LEAD:
             state = attend_keys(
-                state, q, begin, whole_begin, piece_start, end, position, lowest, cache, factor, cap,
-                True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+                state, queries, begin, whole_begin, piece_start, end, position, lowest, cache, factor, cap,
+                True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
             )  # fmt: skip
         state = attend_keys(
-            state, q, whole_begin, whole_end, piece_start, end, position, lowest, cache, factor, cap,
-            False, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            state, queries, whole_begin, whole_end, piece_start, end, position, lowest, cache, factor, cap,
+            False, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
     return attend_keys(
-        state, q, whole_end, end, piece_start, end, position, lowest, cache, factor, cap,
-        True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+        state, queries, whole_end, end, piece_start, end, position, lowest, cache, factor, cap,
+        True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
     )  # fmt: skip
 
 
@@ -217,11 +269,11 @@ def attention_kernel(
     query_token_stride, query_head_stride,
     cache_kv_stride, cache_block_stride, cache_slot_stride, cache_head_stride,
     block_table_stride, out_token_stride, out_head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
     SHARED: tl.constexpr, LEAD: tl.constexpr, WHOLE_TILES: tl.constexpr, SEGMENT: tl.constexpr,
-    TILE_LANES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr,
+    TILE_LANES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Compute one chunk of the lanes of one piece (``attention_work.PIECE_COLUMNS``), for one KV head, per program.
 
@@ -230,7 +282,8 @@ def attention_kernel(
 
     SHARED: tokens are counted in the step instead of in a row, and ``positions`` holds their positions. WHOLE_TILES:
     keys that all lanes see are computed in a loop without masks; a masked loop follows and, with LEAD, another precedes
-    it. SEGMENT: keys are attended to in segments, cut at its multiples, and folded in order; 0: no segments.
+    it. SEGMENT: keys are attended to in segments, cut at its multiples, and folded in order; 0: no segments. ROPE_DIM:
+    of latents, the numbers before those that are the value; 0: values are separate.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     chunk = tl.program_id(0) // num_kv_heads % lane_chunks
@@ -252,13 +305,9 @@ def attention_kernel(
     stored = in_tile[:, None] & (dim < HEAD_DIM)[None, :]
     query_token = (row_start + token).to(tl.int64)
     query_offset = query_token * query_token_stride + head * query_head_stride
-    q = tl.load(query + query_offset[:, None] + dim[None, :], mask=stored, other=0.0)
+    queries = load_queries(query, query_offset, in_tile, HEAD_DIM, ROPE_DIM, TILE_DIMS, TILE_ROPE)
 
-    # Token i of a row's query is at position context_len + i and sees the keys up to its own.
-    if SHARED:
-        position = tl.load(positions + token, mask=in_tile, other=0)
-    else:
-        position = tl.load(seq_lens + row) - query_len + token
+    position = lane_positions(positions, seq_lens, row, token, query_len, in_tile, SHARED)
     lowest, key_start, begin, end = visible_keys(key_start, key_end, position, window, in_tile, WINDOWED, TILE_KEYS)
 
     if k_scale is not None:
@@ -270,13 +319,14 @@ def attention_kernel(
     nothing = (tl.zeros([TILE_LANES, TILE_DIMS], tl.float32), maximum, tl.zeros([TILE_LANES], tl.float32))
     if SEGMENT > 0:
         acc, maximum, total = attend_segments(
-            nothing, q, begin, end, key_start, position, lowest, cache, factor, cap,
-            SEGMENT, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            nothing, queries, begin, end, key_start, position, lowest, cache, factor, cap,
+            SEGMENT, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
     else:
         acc, maximum, total = attend_whole(
-            nothing, q, begin, end, key_start, in_tile, position, lowest, cache, factor, cap,
-            WHOLE_TILES, LEAD, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS,
+            nothing, queries, begin, end, key_start, in_tile, position, lowest, cache, factor, cap,
+            WHOLE_TILES, LEAD, WINDOWED, SOFT_CAP, CACHE,
+            HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
 
     if v_scale is not None:

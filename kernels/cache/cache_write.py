@@ -36,7 +36,7 @@ def write_cache_reference(
     block_size = cache.shape[2]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    for part, tokens, scale in ((0, key, k_scale), (1, value, v_scale)):
+    for part, tokens, scale in ((0, key, k_scale), (1, value, v_scale))[: len(cache)]:
         stored = as_bits(_as_stored(tokens[written], kv_cache.dtype, scale))
         cache[part, slots // block_size, slots % block_size] = stored
 
@@ -54,7 +54,7 @@ def check_target(
         ValueError: one of them does not have the shape, dtype or device that ``write_cache_reference`` requires.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
-    check_kv_cache(kv_cache, num_kv_heads, head_dim, key, CACHE_DTYPES)
+    check_kv_cache(kv_cache, num_kv_heads, head_dim, key, CACHE_DTYPES, parts=len(kv_cache))
     check_tensor("slot_mapping", slot_mapping, {"num_tokens": num_tokens}, (torch.int64,), key.device)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None and kv_cache.dtype not in FP8_DTYPES:

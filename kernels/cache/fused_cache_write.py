@@ -33,7 +33,8 @@ class CacheWrite(NamedTuple):
 
     Attributes:
         qkv: float32, float16 or bfloat16 ``[num_tokens, num_heads + 2 * num_kv_heads, head_dim]``, or queries alone
-            (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided.
+            (``[num_tokens, num_heads, head_dim]``), which write no cache; tokens and heads may be strided. If the cache
+            has one part, of latents, there are keys only: ``[num_tokens, num_heads + num_kv_heads, head_dim]``.
         kv_cache, slot_mapping, k_scale, v_scale: as in ``write_cache_reference``; ``kv_cache`` and ``slot_mapping`` are
             None for queries alone. For a token with a negative slot, only the cache write is skipped. A kernel cannot
             raise: a slot past the end of the cache, an error of the caller, is not written either.
@@ -70,7 +71,7 @@ def fused_cache_write_reference(given: CacheWrite) -> torch.Tensor:
         IndexError: a slot is past the end of the cache, or a position past the end of the table.
     """
     qkv, num_heads = given.qkv, given.num_heads
-    num_kv_heads = (qkv.shape[1] - num_heads) // 2
+    num_kv_heads = (qkv.shape[1] - num_heads) // _parts(given.kv_cache)
     query, key, value = qkv.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
     cos_sin = None
     if given.rotary_table is not None and given.positions is not None:
@@ -145,7 +146,8 @@ def _prepare(given: CacheWrite) -> Callable[..., None]:
     if num_tokens == 0:
         return launch_nothing
     constants = launch_constants(num_heads, num_kv_heads, head_dim, rotary_dim, kv_cache, k_scale, v_scale)
-    programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    of_parts = (num_heads, *(num_kv_heads,) * _parts(kv_cache))
+    programs = [-(-num_tokens * heads // constants["ROWS"]) for heads in of_parts]
     last = (
         given.norm_eps,
         num_tokens,
@@ -186,6 +188,11 @@ def launch_constants(
     }
 
 
+def _parts(kv_cache: torch.Tensor | None) -> int:
+    """Return 2 for keys and values, 1 for latents."""
+    return 2 if kv_cache is None else len(kv_cache)
+
+
 def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
@@ -202,7 +209,8 @@ def _check_projection(
     dims = {"num_tokens": None, "num_heads + 2 * num_kv_heads": None, "head_dim": None}
     check_tensor("qkv", qkv, dims, ACTIVATION_DTYPES, qkv.device)
     num_tokens, all_heads, head_dim = qkv.shape
-    if all_heads < num_heads or (all_heads - num_heads) % 2:
+    parts = _parts(kv_cache)
+    if all_heads < num_heads or (all_heads - num_heads) % parts:
         raise ValueError(f"qkv: dimension 1 is {all_heads}, expected {num_heads} heads and twice a number of KV heads")
     if head_dim % 2:
         raise ValueError(f"qkv: dimension 2 (head_dim) is {head_dim}, expected an even number")
@@ -210,7 +218,7 @@ def _check_projection(
     if (kv_cache is not None) != has_keys or (slot_mapping is not None) != has_keys:
         expected = "both, because qkv has keys" if has_keys else "neither, because qkv has queries alone"
         raise ValueError(f"kv_cache, slot_mapping: expected {expected}; {_missing(kv_cache, slot_mapping)}")
-    return num_tokens, (all_heads - num_heads) // 2, head_dim
+    return num_tokens, (all_heads - num_heads) // parts, head_dim
 
 
 def _check_norms(

@@ -50,17 +50,20 @@ def check_kv_cache(
     head_dim: int,
     like: torch.Tensor,
     dtypes: Collection[torch.dtype] | None = None,
+    *,
+    parts: int = 2,
 ) -> None:
     """Check that a KV cache is ``[2, num_blocks, block_size, num_kv_heads, head_dim]`` on ``like``'s device.
 
     Args:
         dtypes: dtypes that the kernel supports; by default only ``like``'s.
+        parts: 1 for a cache of latents, which are keys and values.
 
     Raises:
         ValueError: as ``check_tensor``.
     """
     dims = {
-        "keys and values": 2,
+        "keys and values": parts,
         "num_blocks": None,
         "block_size": None,
         "num_kv_heads": num_kv_heads,

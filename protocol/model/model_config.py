@@ -461,7 +461,7 @@ def _dense_layers(field: Fields, num_layers: int) -> set[int]:
             raise ConfigError(f"{field.where}: mlp_layer_types must be a list of {num_layers} names")
         known = [field.choice("mlp_layer_types", name, ("dense", "sparse")) for name in types]
         return {layer for layer, name in enumerate(known) if name == "dense"}
-    first = field.size("first_k_dense_replace", default=0, low=0, high=num_layers)
+    first = min(field.size("first_k_dense_replace", default=0, low=0), num_layers)
     return {*range(first), *field.integers("mlp_only_layers", high=num_layers - 1)}
 
 

@@ -122,9 +122,12 @@ class Roofline(ModelOnChips):
             for chunk, before in step.prefills:
                 pairs += prefill_pairs(chunk, before, window)
                 read += min(before, window or before) + chunk
-            products = 4 * self._query_width(head_dim) * (pairs + decode_products)
+            latent = self._model.latent  # each is read once, as key and value
+            of_keys = 2.0 if latent is None else 1.0 + latent.rank / latent.width
+            products = 2 * of_keys * self._query_width(head_dim) * (pairs + decode_products)
             at_peak = products / (self._flops * self._chip.attention_efficiency)
-            streamed = 2 * self._key_width(kv_heads, head_dim) * read * self._bytes / self._streamed
+            parts = 2 if latent is None else 1
+            streamed = parts * self._key_width(kv_heads, head_dim) * read * self._bytes / self._streamed
             total += layers * (max(at_peak, streamed) + self._chip.kernel_seconds)
         return total
 

@@ -19,6 +19,13 @@ def layer_shapes(model: ModelConfig) -> list[tuple[int, int, bool]]:
 
 def attention_weights(model: ModelConfig) -> int:
     """Return the number of parameters of all layers' attention projections."""
+    latent, heads = model.latent, model.num_heads
+    if latent is not None:
+        rows = heads * latent.key_dim  # of queries, from their own latent or the hidden state
+        query = latent.query_rank * (model.hidden_size + rows) if latent.query_rank else model.hidden_size * rows
+        wide = latent.rank * heads * (latent.nope_dim + latent.value_dim)
+        ends = model.hidden_size * (latent.width + heads * latent.value_dim)
+        return model.num_layers * (query + wide + ends)
     widths = sum(2 * model.num_heads * dim + 2 * kv_heads * dim * own for kv_heads, dim, own in layer_shapes(model))
     return model.hidden_size * widths
 
@@ -78,8 +85,10 @@ def room_for_kv(model: ModelConfig, memory_bytes: float, tensor_parallel_size: i
 
 
 def _dense_weights(model: ModelConfig) -> int:
-    """Return the number of parameters of all feed-forward layers without experts."""
-    return (model.num_layers - expert_layers(model)) * 3 * model.hidden_size * model.intermediate_size
+    """Return the number of parameters of all feed-forward layers without experts, and of those beside experts."""
+    shared = expert_layers(model) * (0 if model.moe is None else model.moe.shared_width)
+    dense = (model.num_layers - expert_layers(model)) * model.intermediate_size
+    return 3 * model.hidden_size * (dense + shared)
 
 
 def _expert_weights(model: ModelConfig) -> int:

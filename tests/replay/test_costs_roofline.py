@@ -7,6 +7,7 @@ import pytest
 
 from quire.bench.measure.shapes import SHAPES
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.model_config import parse_model_config
 from quire.protocol.model.weight_format import online_format
 from quire.replay.costs.chips import CHIPS
 from quire.replay.costs.kernel_tables import KernelTableCost
@@ -47,6 +48,13 @@ class TestPairs:
         assert decode_pairs(0, 0) == 0
         assert decode_pairs(4, 400) == decode_pairs(4, 400, 100) == 400
         assert decode_pairs(4, 400, 30) == 120
+
+
+def test_latents_and_shared_experts_are_counted() -> None:
+    """GLM-4.7-Flash has 30 billion parameters."""
+    sizes = {"vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 47}
+    raw = sizes | {"architectures": ["Glm4MoeLiteForCausalLM"], "num_attention_heads": 20}
+    assert num_parameters(parse_model_config(raw, "config.json")) / 1e9 == pytest.approx(29.94, rel=0.001)
 
 
 def test_all_reduce_is_bound_by_latency_or_bytes() -> None:

@@ -34,7 +34,10 @@ class Needs:
     def of(cls, config: EngineConfig, layout: KVLayout, *, head_scales: bool = False) -> "Needs":
         model = config.model
         return cls(
-            head_dims=tuple(sorted({layout.kv_shape(group)[1] for group in layout.groups})),
+            # Latents: their part that is the value, as wide as all but the rotated numbers of the keys.
+            head_dims=tuple(sorted({layout.kv_shape(group)[1] for group in layout.groups}))
+            if model.latent is None
+            else (model.latent.rank,),
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, layout.dtype),
             windows=any(group.kind == "sliding_window" for group in layout.groups),

@@ -92,7 +92,7 @@ class TritonBackend:
 
     name = "triton"
     needs_host_lengths = True
-    supports = Supports(max_head_dim=MAX_HEAD_DIM, latents=False, capabilities=(8, 0))
+    supports = Supports(max_head_dim=MAX_HEAD_DIM, capabilities=(8, 0))
 
     def __init__(self, max_rows: int = 0, deterministic: bool = False, fresh_from: int = FRESH_FROM) -> None:
         require_launchable("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +143,7 @@ class TritonBackend:
         if owns_cache and self._is_fresh(qkv, kv_cache, plan, spec):
             key, value = qkv.new_empty(2, len(qkv), spec.num_kv_heads, spec.head_dim)
         else:
-            shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, query.dtype)
+            shape = spec.shape(query.dtype)
             attend = prepare_attention(
                 query,
                 kv_cache,
@@ -156,6 +156,7 @@ class TritonBackend:
                 sinks=spec.sinks,
                 k_scale=spec.k_scale,
                 v_scale=spec.v_scale,
+                value_dim=spec.value_dim,
             )
         given = cache_write(qkv, kv_cache, batch.slot_mapping, spec, rotary)
         write = prepare_cache_write(given._replace(key_out=key, value_out=value))
@@ -163,6 +164,6 @@ class TritonBackend:
 
     def _is_fresh(self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: AnyPlan, spec: AttentionSpec) -> bool:
         batch = plan.batch
-        if isinstance(plan, DecodePlan) or not 0 < self._fresh_from * batch.num_rows <= len(qkv):
+        if isinstance(plan, DecodePlan) or spec.value_dim or not 0 < self._fresh_from * batch.num_rows <= len(qkv):
             return False
         return len(qkv) == int(batch.query_lens_cpu.sum()) and can_attend_fresh(batch, spec, qkv.dtype, kv_cache.dtype)

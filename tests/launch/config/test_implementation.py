@@ -301,6 +301,19 @@ def test_a_refused_setting_that_native_code_has_names_it(tmp_path: Path, measure
 
 
 @pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"enable_lora": True}, "--enable-lora is not supported by Quire's own code for DeepseekV3ForCausalLM"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is not supported by Quire's own code for DeepseekV3"),
+    ],
+)
+def test_latents_refuse_what_needs_keys(flags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, LLAMA | {"architectures": ["DeepseekV3ForCausalLM"]})
+    with pytest.raises(ConfigError, match=message + ".*--model-impl transformers"):
+        make_engine_config(EngineOptions(load_format="dummy", **flags), folder=folder)
+
+
+@pytest.mark.parametrize(
     "changes, flags",
     [({"quantization_config": FP8}, {}), ({}, {"quantization": "int8"})],
 )

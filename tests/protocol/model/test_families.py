@@ -286,6 +286,59 @@ class TestExperts:
             parse("MixtralForCausalLM", num_experts_per_tok=9)
 
 
+GLM_FLASH: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 1000000, "rope_type": "default"},
+}
+"""As the checkpoint of GLM-4.7-Flash names them; the rest are defaults."""
+
+
+class TestLatents:
+    def test_a_block_of_glm_flash(self) -> None:
+        model = parse("Glm4MoeLiteForCausalLM", **GLM_FLASH)
+        layout = kv_layout(model, 16, "bfloat16")
+        assert [(group.kind, group.parts, len(group.layers)) for group in layout.groups] == [
+            ("latent_attention", 1, 47)
+        ]
+        assert layout.block_bytes == layout.rank_block_bytes(4) == 866_304
+        assert model.moe is not None and (model.moe.layers, model.moe.shared_width) == ([*range(1, 47)], 1536)
+
+    def test_deepseek_scales_scores_by_yarn(self) -> None:
+        yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+        yarn["original_max_position_embeddings"] = 256
+        model = parse("DeepseekV3ForCausalLM", rope_scaling=yarn)
+        assert model.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+        assert (model.rope.attention_factor, model.interleaved_rope, model.extra_layers) == (1.0, True, 1)
+
+    @pytest.mark.parametrize(
+        ("family", "changes", "message"),
+        [
+            ("DeepseekV3", {"kv_lora_rank": 0}, "kv_lora_rank must be an integer from 1 to 4096 .got 0"),
+            ("DeepseekV3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 must be even"),
+            ("DeepseekV3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 with latent attention"),
+            ("DeepseekV3", {"v_head_dim": "wide"}, "v_head_dim must be an integer"),
+            ("DeepseekV3", {"n_group": 7}, "n_group 7 and topk_group 4 must divide 256 experts into equal groups"),
+            ("DeepseekV3", {"topk_group": 9}, "topk_group must be an integer from 1 to 8"),
+            ("DeepseekV3", {"num_experts_per_tok": 200}, r"leave at least num_experts_per_tok \(200\)"),
+            ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: sigmoid"),
+            ("DeepseekV3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1"),
+            ("DeepseekV3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be a list of 6 names"),
+            ("DeepseekV2", {}, "num_experts_per_tok must be an integer from 1 to 64 .got None"),
+            ("DeepseekV2", {"num_experts_per_tok": 2, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not"),
+            ("DeepseekV2", {"num_experts_per_tok": 2, "norm_topk_prob": True}, "norm_topk_prob must be false"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, family: str, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as refusal:
+            parse(f"{family}ForCausalLM", **changes)
+        assert str(refusal.value).startswith("config.json: ") and "\n" not in str(refusal.value)
+
+
 class TestGroups:
     def test_one_layer_type_is_one_group(self) -> None:
         assert [(g.kind, g.window, len(g.layers)) for g in _groups(parse("LlamaForCausalLM"))] == [

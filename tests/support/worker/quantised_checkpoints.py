@@ -18,7 +18,9 @@ Pack = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
 """Returns a weight's stored tensors by suffix, and the float32 weight that they stand for."""
 
 FILE = "model.safetensors"
-_PROJECTION = re.compile(r".*\.(?:(?:[qkvo]|qkv|gate|up|gate_up|down)_proj|w[123])\.weight")
+_PROJECTION = re.compile(
+    r".*\.(?:(?:[qkvo]|qkv|q_a|q_b|kv_b|gate|up|gate_up|down)_proj|kv_a_proj_with_mqa|w[123])\.weight"
+)
 GROUP = 32
 
 Format = tuple[dict[str, Any], Pack]

@@ -19,6 +19,7 @@ from quire.kernels.lora.lora import launch_adapters
 from quire.protocol.config import EngineConfig, SpeculativeConfig
 from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
+from quire.protocol.model.latent_config import LatentConfig
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.side_rows import ROUTED_EXPERTS
@@ -101,7 +102,8 @@ def _runner(
     for name, slot in model.weight_slots().items():
         if not name.endswith("norm.weight"):
             slot.target.mul_(12)  # with the usual 0.02 all logits are nearly equal
-    layout = KVLayout(LAYOUT.groups, LAYOUT.num_kv_heads, LAYOUT.head_dim, kv_dtype)
+    groups = LAYOUT.groups if shape.latent is None else [KVGroup("latent_attention", 4, [layer]) for layer in (0, 1)]
+    layout = KVLayout(groups, shape.num_kv_heads, shape.head_dim, kv_dtype)
     runner = ModelRunner(config, layout, NUM_BLOCKS, model, backend, CPU)
     if drafts:
         runner._proposer = Scripted(*drafts)
@@ -382,6 +384,40 @@ def test_experts_of_steady_steps_and_of_drafts() -> None:
     assert [handle for handle, _, _ in spans[4]] == [0, 2]
     (last,) = spans[5]
     assert last == (2, 5 + spans[4][1][2], 1)
+
+
+LATENTS = msgspec.structs.replace(
+    EXPERTS,
+    architecture="DeepseekV3ForCausalLM",
+    num_kv_heads=1,
+    head_dim=24,
+    qk_norm="",
+    windows=[],
+    attention_scale=0.3,
+    interleaved_rope=True,
+    latent=LatentConfig(rank=16, rope_dim=8, nope_dim=12, value_dim=10, query_rank=20),
+    moe=MoeConfig(
+        num_experts=4,
+        num_experts_per_token=2,
+        intermediate_size=16,
+        layers=[0, 1],
+        sigmoid=True,
+        num_groups=2,
+        top_groups=1,
+        scaling_factor=2.0,
+        shared_width=16,
+    ),
+)
+
+
+def test_latents_of_steady_steps_and_of_drafts() -> None:
+    both = Both({0: [60, 2], 1: [60]}, shape=LATENTS)
+    both.step(**adding((0, [5, 9, 2, 7, 7, 1], [1, 2, 3, 4]), (1, [8, 8], [5, 6, 7])))
+    for _ in range(3):
+        both.step()
+    assert both.steady_steps == 3
+    both.step(drafts=[(0, 3), (1, 3)], counts=[(0, 4), (1, 4)])
+    assert both.verify_steps == 1
 
 
 def test_capture_sizes_cover_every_batch() -> None:

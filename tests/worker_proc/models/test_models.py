@@ -20,6 +20,7 @@ from quire.protocol.errors import ConfigError
 from quire.protocol.model.model_config import load_model_config
 from quire.worker_proc.attention.cpu import CpuBackend
 from quire.worker_proc.models.decoder import Decoder
+from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.startup.loader import init_dummy_weights, load_weights
 
@@ -201,7 +202,7 @@ def test_random_weights_give_finite_logits_that_ranks_agree_on(family: str, chec
         torch.testing.assert_close(other, alone)
 
 
-@pytest.mark.parametrize("family", thinned(["gemma3", "mixtral", "gpt_oss"], keep=1))
+@pytest.mark.parametrize("family", thinned(["gemma3", "mixtral", "gpt_oss", "deepseek_v3"], keep=1))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_prepacked_weights_give_the_same_logits(family: str, deterministic: bool, checkpoint_factory: Factory) -> None:
     folder, reference = checkpoint_factory(family)
@@ -209,14 +210,14 @@ def test_prepacked_weights_give_the_same_logits(family: str, deterministic: bool
     assert model.prepack(deterministic=deterministic) and model.prepack(deterministic=deterministic)
     with pytest.raises(RuntimeError, match="prepacked"):
         model.weight_slots()
-    assert model.layers[0].attention.qkv.weight.numel() == 0
+    assert all(module.weight.numel() == 0 for module in model.modules() if isinstance(module, Linear))
     assert model.logits(torch.empty(0, model.config.hidden_size)).shape == (0, 97)
     prompts = _prompts([20, 9])
     for row, logits in enumerate(Rows(model, [20, 9], DenseBackend()).run_in_pieces(prompts)):
         _assert_same(logits, reference(prompts[row][None]).logits[0])
 
 
-@pytest.mark.parametrize("family", thinned(["gemma3", "granite", "mixtral", "gpt_oss"], keep=2))
+@pytest.mark.parametrize("family", thinned(["gemma3", "granite", "mixtral", "gpt_oss", "deepseek_v3"], keep=2))
 def test_wide_activations_with_narrow_weights_equal_wide_weights(family: str, checkpoint_factory: Factory) -> None:
     folder, _ = checkpoint_factory(family, dtype=torch.bfloat16)
     prompt = _prompts([20])[0]

@@ -78,3 +78,19 @@ def test_tokens_equal_transformers(
         again = engine.run()["again"]
         assert again.tokens == wanted[-1] and again.num_cached_tokens > 0
         assert bool(mapped) == (mode == DEVICE_SLOTS)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
+def test_latents_with_a_small_budget(family: str, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> None:
+    """Steps of at most 24 tokens, blocks of 16, three prompts at once, and one again."""
+    folder, reference = checkpoint_factory(family)
+    prompts = _prompts()[6:12:2]
+    engine = InProcessEngine(folder, max_model_len=96, block_size=16, max_num_batched_tokens=24, max_num_seqs=8)
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, max_tokens=NEW_TOKENS)
+    answers = engine.run()
+    wanted = [greedy_tokens(reference, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+    assert [answers[str(index)].tokens for index in range(3)] == wanted
+    engine.add("again", prompts[-1], max_tokens=NEW_TOKENS)
+    again = engine.run()["again"]
+    assert again.tokens == wanted[-1] and again.num_cached_tokens == len(prompts[-1]) // 16 * 16

@@ -38,6 +38,7 @@ Tensors = dict[str, torch.Tensor]
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 """Two and three groups of 32 inputs: on two ranks one has a group more."""
 HEADS = {"head_dim": 16}
+LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": HEADS, "mixtral": {}, "gemma": HEADS, "phi3": {}}
 IN_ONE_BLOCK = ("fp8-blocks", "fp8-inverse-scales")
 """Formats whose blocks hold rows of several projections of these small models, which fused tensors must not have."""
@@ -188,11 +189,13 @@ def _rounded_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
     return (codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn).float()) * scale
 
 
-@pytest.mark.parametrize(("kind", "family"), covering(["int8", "fp8", "int4"], ["llama", "mixtral", "phi3"]))
+@pytest.mark.parametrize(
+    ("kind", "family"), covering(["int8", "fp8", "int4"], ["llama", "mixtral", "phi3", "deepseek_v3"])
+)
 def test_plain_checkpoints_are_rounded_when_they_are_loaded(
     kind: str, family: str, checkpoint_factory: Factory, tmp_path: Path
 ) -> None:
-    source, _ = checkpoint_factory(family, **SIZES)
+    source, _ = checkpoint_factory(family, **SIZES, **(LATENTS if family == "deepseek_v3" else {}))
     plain = quantise_checkpoint(source, tmp_path, ({}, lambda weight: ({}, _rounded_weight(weight, kind))))
     config = msgspec.structs.replace(load_model_config(source), weight_format=online_format(kind))
 

@@ -30,6 +30,9 @@ CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
     (BF16, 256, 2, "prefill", 64, {"window": 1024, "soft_cap": 50.0}),
     (BF16, 128, 4, "fixed", 64, {"fixed_split": 1024}),
     (FP32, 64, 4, "prefill", 64, {}),
+    (BF16, 576, 20, "decode", 1, {"value_dim": 512}),
+    (BF16, 576, 128, "prefill", 64, {"value_dim": 512}),
+    (BF16, 576, 20, "fixed", 64, {"value_dim": 512, "fixed_split": 1024}),
 ]
 
 
@@ -55,8 +58,10 @@ def attention(
     sinks: bool = False,
     shared: bool = False,
     fixed_split: int = 0,
+    value_dim: int = 0,
 ) -> Variant:
-    shape = AttentionShape(8 * group, 8, head_dim, dtype)
+    kv_heads = 1 if value_dim else 8
+    shape = AttentionShape(kv_heads * group, kv_heads, head_dim, dtype, value_dim)
     section = Section(NONE, tile_tokens, regime, shared)
     plan = AttentionPlan(shape, Visible(window), 1, 1, 90, (section,), NONE, Scratch(NONE, NONE))
     plan = replace(plan, fixed_split=fixed_split)

@@ -144,6 +144,28 @@ def test_features(
     check_case(case, plan_options, **options_of(case, *names))
 
 
+@pytest.mark.parametrize("plan_options", [{}, CUT, {"fixed_split": 128}], ids=["whole", "pieces", "fixed"])
+@pytest.mark.parametrize(("num_heads", "rank", "rope"), [(3, 16, 4), (5, 40, 24), (20, 512, 64)])
+def test_latents(
+    num_heads: int, rank: int, rope: int, plan_options: Any, main_dtype: torch.dtype, make_case: Any
+) -> None:
+    """One key for all heads, whose last numbers are the value."""
+    rows = LONG if rank < 512 else ([1, 3], [140, 20])
+    case = make_case(*rows, main_dtype, num_heads, 1, rank + rope, padding=2)
+    case = dataclasses.replace(case, filled_cache=case.filled_cache[:1])
+    shape = AttentionShape(num_heads, 1, rank + rope, main_dtype, rank)
+    batch = case.batch
+    plan = plan_attention(
+        batch.query_lens_cpu, batch.seq_lens_cpu, shape, case.query.device, num_tokens=len(case.query), **plan_options
+    )
+    step = (case.query, case.filled_cache, *rows_of(case))
+    expected = paged_attention_reference(*step, (rank + rope) ** -0.5, value_dim=rank)
+    attend = prepare_attention(*step, plan, (rank + rope) ** -0.5, value_dim=rank)
+    result = attend(case.query, case.filled_cache)
+    assert result.shape == (len(case.query), num_heads, rank) and expected.isfinite().all()
+    torch.testing.assert_close(result, expected, **TOLERANCES[main_dtype])
+
+
 @pytest.mark.parametrize("window", [16, 65])
 def test_windows_of_long_prompts(window: int, make_case: Any) -> None:
     # In each tile, the keys at both ends are visible to some of its tokens, and those in the middle to all.
