@@ -311,7 +311,7 @@ OTHERS = """
     max_num_queued_reqs max_num_scheduled_tokens max_num_seqs max_prefill_share
     model_path num_blocks_override num_speculative_tokens
     max_programs priority_range reserve_full_sequence sampling_defaults scheduling_policy seed
-    speculative ssd_cache_bytes ssd_cache_dir structured_outputs_backend thinking_end_token_ids
+    speculative ssd_cache_bytes ssd_cache_dir state_slots structured_outputs_backend thinking_end_token_ids
     thinking_start_token_ids trace trace_max_bytes trace_prompts watermark
 """
 """Settings that change neither weights, nor keys and values, nor what a block hash covers."""
