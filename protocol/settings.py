@@ -22,7 +22,7 @@ NODES = "--nodes: scheduler and workers must be on one machine for it"
 ENCODERS = "an encoder, which has no KV cache and no adapters"
 VECTORS_ONLY = "a model that makes vectors only: it needs one that generates text"
 ROUTED_EXPERTS = "--enable-return-routed-experts: KV blocks that leave the pool would lose their experts"
-STATES = "a model with recurrent states, which stay on the device and belong to whole rows"
+STATES = "a model with recurrent states, which belong to whole rows"
 STATELESS = "a model without recurrent states: it has no slots"
 """With what some settings cannot be used, and why."""
 ONLY_CACHED = "enable_prefix_caching: only cached blocks are kept"
@@ -148,7 +148,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             range=(0, 2**50),
             unit="bytes",
             needs=ONLY_CACHED,
-            not_with=(ENCODERS, NODES, ROUTED_EXPERTS, STATES),
+            not_with=(ENCODERS, NODES, ROUTED_EXPERTS),
         ),
     ] = 0
     ssd_cache_dir: Annotated[
@@ -170,7 +170,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
             range=(0, 2**50),
             unit="bytes",
             needs=ONLY_CACHED,
-            not_with=(ENCODERS, NODES, ROUTED_EXPERTS, STATES),
+            not_with=(ENCODERS, NODES, ROUTED_EXPERTS),
         ),
     ] = 0
     kv_page_check: Annotated[

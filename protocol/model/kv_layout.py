@@ -90,8 +90,12 @@ class StateTensor(msgspec.Struct, frozen=True):
 
 
 def slot_bytes(states: Sequence[StateTensor]) -> int:
-    """Return the bytes of a slot with these tensors, one after the other."""
-    return sum(-(-tensor.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT for tensor in states)
+    """Return the bytes that these tensors of a slot take, one after the other."""
+    return sum(_aligned(tensor.num_bytes) for tensor in states)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -117,7 +121,20 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of states on one rank; 0 without states."""
-        return slot_bytes(self.states)
+        return self.num_state_parts * self.state_part_bytes
+
+    @property
+    def num_state_parts(self) -> int:
+        """Equal parts of a slot, each of which fits the page of a block in a tier; 0 without states.
+
+        In messages about pages, part ``i`` is in KV group ``len(groups) + i``, where ids of blocks are slots.
+        """
+        return -(-slot_bytes(self.states) // (self.block_bytes or slot_bytes(self.states))) if self.states else 0
+
+    @property
+    def state_part_bytes(self) -> int:
+        """Bytes of one part of a slot, the last of which may end with unused bytes."""
+        return _aligned(-(-slot_bytes(self.states) // max(self.num_state_parts, 1)))
 
     @property
     def state_grid(self) -> int:

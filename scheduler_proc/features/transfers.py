@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from quire.protocol.block_hash import split_key
 from quire.protocol.wire.front_end_messages import Statistics, TierState
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, MoveBlocks, MoveKind
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -35,7 +36,8 @@ class Load:
     """A load that was decided and is not answered.
 
     Attributes:
-        blocks: targets on the device; they have no key before the load is answered.
+        blocks: targets on the device, one per page; they have no key before the load is answered. The last
+            ``num_parts`` are one slot for the parts of a state.
         pages: sources, with the tier of each.
         keys: content of each page.
         hold: number of the hold of the device's blocks.
@@ -50,6 +52,8 @@ class Load:
     pages: list[tuple[Tier, KVCacheBlock]]
     keys: list[bytes]
     hold: int
+    state_hold: int
+    num_parts: int
     choice: LoadChoice
     request: Request | None = None
     is_late: bool = False
@@ -230,12 +234,17 @@ class Transfers(Feature):
         kv = self._kv
         # The hits on the device are held with the targets: they come before what is loaded, which would be useless
         # without them.
-        hold, targets = kv.holds.hold_targets(found.cached, len(found.pages), account)
+        hold, targets = kv.holds.hold_targets(found.cached, found.num_blocks, account)
+        state_hold = 0
+        if kv.states is not None:
+            state_hold, slots = kv.states.holds.hold_targets(found.states, found.num_parts > 0, account)
+            targets = targets + slots * found.num_parts
         tiers, pages = zip(*found.pages, strict=True)
         for tier in kv.tiers:
             # A page that is read must not be filled with another content meanwhile.
             tier.pages.touch(page for of, page in found.pages if of is tier)
-        load = Load(self._numbers.next(), targets, found.pages, found.keys, hold, choice)
+        number = self._numbers.next()
+        load = Load(number, targets, found.pages, found.keys, hold, state_hold, found.num_parts, choice)
         self._open[load.number] = load
         ids = [block.block_id for block in targets]
         self._loads.append(move_blocks(load.number, MoveKind.LOAD, ids, tiers, pages, found.keys))
@@ -336,6 +345,9 @@ class Transfers(Feature):
         del self._open[load.number]
         self._num_late_open -= load.is_late
         self._release_pages(load)
+        parts = range(len(load.pages) - load.num_parts, len(load.pages))
+        # Without one of its parts a state is lost, and its other pages are of no use.
+        lost = failed if failed.isdisjoint(parts) else failed.union(parts)
         for tier in kv.tiers:
             of_tier = [at for at, (of, _) in enumerate(load.pages) if of is tier]
             counts, bad = self._counts[tier.name], [at for at in of_tier if at in failed]
@@ -345,12 +357,20 @@ class Transfers(Feature):
             counts.seconds += seconds
             if of_tier and not bad:  # a page that is refused or missing takes another time
                 self.costs.load_took(tier.name, len(of_tier), seconds)
-            for at in bad:
+            for at in [at for at in of_tier if at in lost]:
                 # The page may have been filled with another content since, whose name must stay.
                 if not load.is_void and load.pages[at][1].block_hash == load.keys[at]:
                     tier.pages.invalidate(load.keys[at])
-        good = [] if load.is_void else [at for at in range(len(load.pages)) if at not in failed]
-        kv.cache_loaded(request, [load.blocks[at] for at in good], [load.keys[at] for at in good])
+        # A page without its name was invalidated while it was read.
+        named = [at for at, (_, page) in enumerate(load.pages) if page.block_hash == load.keys[at]]
+        good = [] if load.is_void else [at for at in named if at not in lost]
+        blocks = [at for at in good if at not in parts]
+        kv.cache_loaded(request, [load.blocks[at] for at in blocks], [load.keys[at] for at in blocks])
+        if kv.states is not None:
+            if load.num_parts and len(good) - len(blocks) == load.num_parts:
+                kv.states.loaded(load.blocks[-1], split_key(load.keys[-1])[0])
+            # Not kept for the request like blocks: it needs a free slot to be admitted, and takes a copy.
+            kv.states.holds.end(load.state_hold)
         if request is not None and good:
             kv.holds.keep_for(load.hold, request.handle)
             if (choice := CHOICE.of(request)) is not None:
@@ -393,23 +413,25 @@ class Transfers(Feature):
 
     def tiers(self) -> list[TierState]:
         """Return the state of each tier. A disk that is not open has no pages."""
-        return [
-            TierState(
-                route.target.name,
-                route.target.pages.num_usable_blocks if route.target.is_open else 0,
-                route.target.pages.num_cached_blocks,
-                num_evicted=route.target.pages.num_evicted_blocks,
+        found = []
+        for tier, counts in zip(self._kv.tiers, self._counts.values(), strict=True):
+            routes = [route for route in self._saves.routes if route.target is tier]
+            state = TierState(
+                tier.name,
+                tier.pages.num_usable_blocks if tier.is_open else 0,
+                tier.pages.num_cached_blocks,
+                num_evicted=tier.pages.num_evicted_blocks,
                 num_loaded=counts.num_loaded,
-                num_stored=route.num_saved,
-                num_failed=counts.num_failed + route.num_failed,
+                num_stored=sum(route.num_saved for route in routes),
+                num_failed=counts.num_failed + sum(route.num_failed for route in routes),
                 num_late=counts.num_late,
-                num_unsaved=route.choice.num_unsaved,
+                num_unsaved=sum(route.choice.num_unsaved for route in routes),
                 load_seconds=counts.seconds,
-                store_seconds=route.seconds,
-                is_stopped=route.is_stopped,
+                store_seconds=sum(route.seconds for route in routes),
+                is_stopped=any(route.is_stopped for route in routes),
             )
-            for route, counts in zip(self._saves.routes, self._counts.values(), strict=True)
-        ]
+            found.append(state)
+        return found
 
     # ---- the end of workers and contents
 
@@ -432,14 +454,17 @@ class Transfers(Feature):
         for load in self._open.values():
             self._release_pages(load)
             self._kv.holds.end(load.hold)
+            if self._kv.states is not None:
+                self._kv.states.holds.end(load.state_hold)
         self._open.clear()
         self._num_late_open = 0
         return False
 
     def _drop_device_contents(self) -> None:
         """The contents of the device were dropped: name nothing that is on its way to it, and keep nothing."""
-        for route in self._saves.routes[:1]:
-            route.choice.forget()
+        for route in self._saves.routes:
+            if route.source is None:
+                route.choice.forget()
         for load in self._open.values():
             load.is_void = True
         while self._kv.holds.end_one_kept():
@@ -459,8 +484,11 @@ class Transfers(Feature):
         kv = self._kv
         assert kv.tiers or not len(self), "transfers without a tier"
         self._saves.check()
-        expected = len(self._open) + self._saves.num_holds()
+        expected = len(self._open) + self._saves.num_holds(kv.holds)
         assert expected == len(kv.holds) - kv.holds.num_kept, "a hold without its transfer"
+        if kv.states is not None:
+            expected = len(self._open) + self._saves.num_holds(kv.states.holds)
+            assert expected == len(kv.states.holds), "a hold of a slot without its transfer"
         for load in self._open.values():
             for block, (_, page), key in zip(load.blocks, load.pages, load.keys, strict=True):
                 assert block.ref_cnt > 0, f"{block!r} is loaded but not held"

@@ -199,7 +199,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             length = length // self.alignment * self.alignment
             if states is not None:
                 states.offered, is_first = length if is_first else states.offered, False
-                length = states.longest(block_hashes, length)
+                length = states.longest(block_hashes, length, None if contents is self.pool else contents)
             if length == candidate:
                 return tuple(hit or [] for hit in hits), length
         return self.no_blocks, 0

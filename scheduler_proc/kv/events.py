@@ -31,7 +31,8 @@ class KVEventRecorder:
     """Collects changed keys into as few events as the order allows: one per group for each run of equal changes.
 
     Invariant: a consumer that starts with an empty set and applies the events of ``take`` in order has, by medium, the
-    keys of each pool's map. A pool therefore reports a key only with its first and its last block.
+    keys of each pool's map, except those of states. A pool therefore reports a key only with its first and its last
+    block.
 
     ``describes``: whether it needs ``describe`` before ``stored``, as ``DescribingRecorder`` does. ``label``: returns
     that of a request's blocks; set by what knows it.
@@ -42,6 +43,7 @@ class KVEventRecorder:
     def __init__(self, layout: KVLayout, hash_bytes: int) -> None:
         """``hash_bytes``: length of a hash; the rest of a key is the group (``block_hash.group_key``)."""
         self._block_size, self._num_groups = layout.block_size, len(layout.groups)
+        self._has_states = bool(layout.states)
         self._hash_bytes = hash_bytes
         self.label: Callable[[Any], tuple[int, str] | None] = lambda request: None
         self._events: list[KVEvent] = []
@@ -95,12 +97,14 @@ class KVEventRecorder:
         self._run = []
 
     def _by_group(self, keys: list[bytes]) -> Iterable[tuple[int, list[bytes]]]:
-        if self._num_groups == 1:
+        if self._num_groups == 1 and not self._has_states:
             return [(0, keys)] if keys else []
         found: dict[int, list[bytes]] = {}
         for key in keys:
             group = int.from_bytes(key[self._hash_bytes :], "little")
-            found.setdefault(group, []).append(key[: self._hash_bytes])
+            # Pages with parts of states are in groups behind those of the layout. Consumers count blocks.
+            if group < self._num_groups:
+                found.setdefault(group, []).append(key[: self._hash_bytes])
         return found.items()
 
 

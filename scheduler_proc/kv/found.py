@@ -16,7 +16,9 @@ class FoundContents:
         cached: the part on the device.
         pages: the part that must be loaded, with the tier of each.
         keys: content of each page.
-        indices: of the block of each page in the table of its group.
+        indices: of the block of each page in the table of its group; of a state's, of the last block before it.
+        states: the slot with the state at the end of the prefix, if the device has it and the model has states.
+        num_parts: how many of the last pages are parts of that state otherwise.
     """
 
     num_tokens: int = 0
@@ -24,10 +26,18 @@ class FoundContents:
     pages: list[tuple[Tier, KVCacheBlock]] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
+    states: list[KVCacheBlock] = field(default_factory=list)
+    num_parts: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of the pages of blocks."""
+        return len(self.pages) - self.num_parts
 
     def last(self, count: int) -> "FoundContents":
-        """Return only the last pages."""
-        return FoundContents(self.num_tokens, [], self.pages[-count:], self.keys[-count:], self.indices[-count:])
+        """Return only the last pages of blocks."""
+        some = slice(max(self.num_blocks - count, 0), self.num_blocks)
+        return FoundContents(self.num_tokens, [], self.pages[some], self.keys[some], self.indices[some])
 
     def by_tier(self) -> dict[str, list[int]]:
         """Return the indices by the name of the tier."""
@@ -43,7 +53,11 @@ class FoundContents:
         computed where its load does not fit.
         """
         revived = sum(block.ref_cnt == 0 for block in self.cached)
-        return 0 < len(self.pages) <= kv.pool.num_free_blocks - revived
+        num_slots = sum(slot.ref_cnt == 0 for slot in self.states) + (self.num_parts > 0)
+        # One slot stays free, in which the request is computed if the load never ends.
+        if num_slots and (kv.states is None or kv.states.pool.num_free_blocks <= num_slots):
+            return False
+        return bool(self.pages) and self.num_blocks <= kv.pool.num_free_blocks - revived
 
 
 def find_contents(kv: KVCacheManager, request: CacheRequest, first: int = 0) -> FoundContents:
@@ -61,4 +75,11 @@ def find_contents(kv: KVCacheManager, request: CacheRequest, first: int = 0) -> 
                 found.pages.append((tier, block))
                 found.keys.append(key)
                 found.indices.append(index)
+    slot, keys = kv.find_state(request, num_tokens)
+    if slot is not None:
+        found.states.append(slot)
+    elif keys:
+        pages = kv.find_pages(keys)
+        found.num_parts, found.pages, found.keys = len(pages), found.pages + pages, [*found.keys, *keys]
+        found.indices += [num_tokens // kv.block_size - 1] * len(pages)
     return found

@@ -177,6 +177,22 @@ class KVCacheManager:
         contents = AnyTier([self.pool, *pools])
         return self.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1, contents)
 
+    def find_state(self, request: CacheRequest, position: int) -> tuple[KVCacheBlock | None, Sequence[bytes]]:
+        """Return the slot with the state at the end of a prefix that all tiers have, or None and the keys of its pages.
+
+        Neither for models without states.
+        """
+        if self.states is None or not position:
+            return None, ()
+        key = self.states.key(request.block_hashes, position)
+        slot = self.states.pool.get_cached_block(key)
+        return slot, list(self.states.page_keys(key)) if slot is None else ()
+
+    def find_pages(self, keys: Sequence[bytes]) -> list[tuple[Tier, KVCacheBlock]]:
+        """Return the first page with each content, up to a content that no tier has."""
+        pages = AnyTier([tier.pages for tier in self.tiers]).get_cached_blocks(keys)
+        return [(tier, page) for page in pages if (tier := self.tier_of(page)) is not None]
+
     def tier_of(self, block: KVCacheBlock) -> Tier | None:
         """Return the tier of which this is a page, or None for a block of the device."""
         for tier in self.tiers:
@@ -279,7 +295,7 @@ class KVCacheManager:
         self.cache_blocks(parent, num_shared_tokens)
         if not self._has_slot(child.handle):
             return False
-        self.pool.act_for(child.account)
+        self.act_for(child)
         has_forked = self.forks.fork(
             parent.handle, child.handle, num_shared_tokens, num_shared_tokens + 1, keep_free, is_written=is_written
         )
@@ -309,11 +325,13 @@ class KVCacheManager:
         for tier in self.tiers:
             self.coordinator.invalidate(request.block_hashes, num_kept_tokens, tier.pages)
         if self.states is not None:
-            self.states.invalidate(request, num_kept_tokens)
+            self.states.invalidate(request, num_kept_tokens, [tier.pages for tier in self.tiers])
 
     def act_for(self, request: CacheRequest) -> None:
         """Count what is allocated and freed next for the request's account."""
         self.pool.act_for(request.account)
+        if self.states is not None:
+            self.states.pool.act_for(request.account)
 
     def free(self, request: CacheRequest, pin: int = 0) -> None:
         """Free all blocks of a request.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.kv.states import StateSlots
 from quire.scheduler_proc.kv.store_choice import StoreChoice
 from quire.scheduler_proc.kv.tiers import Tier
 
@@ -71,16 +73,31 @@ class SaveRoute:
 
     Attributes:
         source: the tier of the pool, or None for the device.
+        states: the owner of the pool if its blocks are slots of states.
         num_open: blocks that are being copied.
         num_failures: whole copies that have failed since the last one that did not.
         retry_at: if these are too many, the step before which no copy begins.
     """
 
-    def __init__(self, pool: BlockPool, holds: Holds, target: Tier, choice: StoreChoice, source: Tier | None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        holds: Holds,
+        target: Tier,
+        choice: StoreChoice,
+        source: Tier | None,
+        states: StateSlots | None = None,
+    ) -> None:
         self.pool, self.holds, self.target, self.choice, self.source = pool, holds, target, choice, source
+        self.states = states
         self.num_open = self.num_failures = self.retry_at = 0
         self.num_saved = self.num_failed = 0
         self.seconds = 0.0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of one block."""
+        return 1 if self.states is None else self.states.num_parts
 
     @property
     def is_stopped(self) -> bool:
@@ -102,7 +119,8 @@ class Save:
     """A copy that was decided and is not complete.
 
     Attributes:
-        blocks, pages, keys: source, target and content of each copied block.
+        blocks, names: sources, and their contents.
+        pages, keys: targets, ``num_pages`` of the route for each block, and their contents.
         hold: number of the hold of the sources.
         after_step: the newest step when it was decided.
         answered: if the step that wrote a content is not answered: the indices that failed.
@@ -113,6 +131,7 @@ class Save:
     blocks: list[KVCacheBlock]
     pages: list[KVCacheBlock]
     keys: list[bytes]
+    names: list[bytes]
     hold: int
     after_step: int
     answered: frozenset[int] | None = None
@@ -145,6 +164,13 @@ class Saves:
             most_held = 0.25 if source is None and target.is_slow else 0.5
             choice = StoreChoice(pool, target, of_a_step, config.pipeline_depth, most_held)
             self.routes.append(SaveRoute(pool, holds, target, choice, source))
+            states = kv.states if source is None else None
+            # In a tier with room for one state only, each would evict the one before it, and all blocks.
+            if states is not None and target.pages.num_usable_blocks >= 2 * states.num_parts:
+                # Each prompt takes a slot to compute in, and one for its checkpoint.
+                slots = 2 * min(config.max_num_seqs, -(-config.max_num_batched_tokens // states.grid))
+                choice = StoreChoice(states.pool, target, slots, config.pipeline_depth, most_held, states)
+                self.routes.append(SaveRoute(states.pool, states.holds, target, choice, None, states))
             source = target
 
     def __len__(self) -> int:
@@ -196,18 +222,23 @@ class Saves:
         if route.is_stopped:
             # One small copy after a long while finds out whether a full or broken disk works again. A large one would
             # hold many blocks for an answer that is probably no.
-            chosen, route.retry_at = chosen[:RETRY_BLOCKS], sent + RETRY_STEPS
-        if not (pages := target.take([route.pool.owner_of(block) for block, _ in chosen])):
+            route.retry_at = sent + RETRY_STEPS
+            chosen = chosen[: max(RETRY_BLOCKS // route.num_pages, 1)]
+        # All pages of a block, or none: fewer would evict others and could not be used.
+        chosen = chosen[: target.pages.num_free_blocks // route.num_pages]
+        pages = target.take([route.pool.owner_of(block) for block, _ in chosen for _ in range(route.num_pages)])
+        if not pages:
             return None
-        blocks, keys = map(list, zip(*chosen[: len(pages)], strict=True))
+        blocks, names = map(list, zip(*chosen, strict=True))
+        keys = names if route.states is None else list(chain.from_iterable(map(route.states.page_keys, names)))
         number = self._numbers.next()
         ids = [page.block_id for page in pages]
         source = route.source
         # A demotion keeps the generation of its content, because workers compare the page's header with it, and the
         # bytes are copied as they are.
         target.generations[ids] = number if source is None else source.generations[[b.block_id for b in blocks]]
-        save = Save(number, route, blocks, pages, keys, route.holds.hold_sources(blocks), sent)
-        route.num_open += len(pages)
+        save = Save(number, route, blocks, pages, keys, names, route.holds.hold_sources(blocks), sent)
+        route.num_open += len(blocks)
         self._open[number] = save
         return save
 
@@ -216,7 +247,7 @@ class Saves:
         if save.route.source is not None:
             kind, first = MoveKind.DEMOTE, save.route.source.first_id
         target = save.route.target
-        ids = [first + block.block_id for block in save.blocks]
+        ids = [first + block.block_id for block in save.blocks for _ in range(save.route.num_pages)]
         self._messages.append(move_blocks(save.number, kind, ids, [target] * len(ids), save.pages, save.keys))
 
     def moved(self, answer: BlocksMoved, acknowledged: int) -> bool:
@@ -249,18 +280,21 @@ class Saves:
         pages, keys, bad = save.pages, save.keys, []
         # A content may have been invalidated while it was copied, for example because its logits were not finite. The
         # source lost its key then, and the copy must not bring the content back under it.
-        if failed or [block.block_hash for block in save.blocks] != keys:
-            good = [at for at, key in enumerate(keys) if at not in failed and save.blocks[at].block_hash == key]
+        if failed or [block.block_hash for block in save.blocks] != save.names:
+            each = route.num_pages
+            lost = {at // each for at in failed}
+            lost |= {at for at, name in enumerate(save.names) if save.blocks[at].block_hash != name}
+            good = [at for at in range(len(pages)) if at // each not in lost]
             bad = [pages[at] for at in sorted(set(range(len(pages))) - set(good))]
             pages, keys = [pages[at] for at in good], [keys[at] for at in good]
         route.target.publish(pages, keys)
         route.target.discard(bad)
         route.holds.end(save.hold)
-        route.choice.stored(len(pages))
+        route.choice.stored(len(pages) // route.num_pages)
 
     def _remove(self, save: Save) -> None:
         del self._open[save.number]
-        save.route.num_open -= len(save.pages)
+        save.route.num_open -= len(save.blocks)
 
     def begin_epoch(self, *, new_workers: bool) -> None:
         """End what no message will end: all with new workers, otherwise what waits for the result of a step."""
@@ -279,14 +313,16 @@ class Saves:
         """Raise AssertionError unless the invariants hold."""
         for route in self.routes:
             saves = [save for save in self._open.values() if save.route is route]
-            num_open = sum(len(save.pages) for save in saves)
+            num_open = sum(len(save.blocks) for save in saves)
             assert num_open == route.num_open, f"{num_open} blocks are saved, {route.num_open} counted"
             assert route.target.is_open or not saves, "contents are saved to pages that cannot be used"
             if route.source is not None:
                 assert len(route.holds) == len(saves), "a hold of pages without its transfer"
         for save in self._open.values():
-            for block, page in zip(save.blocks, save.pages, strict=True):
+            assert len(save.blocks) * save.route.num_pages == len(save.pages), "another number of pages than of parts"
+            for block in save.blocks:
                 assert block.ref_cnt > 0, f"{block!r} is copied but not held"
+            for page in save.pages:
                 assert page.block_hash is None, f"{page!r} is named before it is written"
 
     def holders(self, tier: Tier) -> list[list[KVCacheBlock]]:
@@ -294,6 +330,6 @@ class Saves:
         held = [save.pages for save in self._open.values() if save.route.target is tier]
         return held + [blocks for route in self.routes if route.source is tier for blocks in route.holds.holders()]
 
-    def num_holds(self) -> int:
-        """Return the number of holds of the device's blocks."""
-        return sum(save.route.source is None for save in self._open.values())
+    def num_holds(self, holds: Holds) -> int:
+        """Return how many of these holds are those of sources."""
+        return sum(save.route.holds is holds for save in self._open.values())

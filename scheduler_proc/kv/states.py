@@ -5,13 +5,17 @@ a copy, a *checkpoint*, at a position chosen beforehand. A checkpoint has the ha
 position as its name, and is free from the moment it has one: it is evicted like a cached block that no request holds.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
+from quire.protocol.block_hash import group_key
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.holds import Holds
+from quire.scheduler_proc.kv.single_type import Contents
 
 
 class StateRequest(Protocol):
@@ -25,6 +29,8 @@ class StateRequest(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def num_computed_tokens(self) -> int: ...
+    @property
+    def account(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -46,6 +52,26 @@ class _Copy:
     supersedes: bool = False
 
 
+class SlotPool(BlockPool):
+    """Slots, each of which belongs to the account for which it was allocated, as its pages in a tier do then."""
+
+    def __init__(self, num_slots: int, enable_caching: bool) -> None:
+        super().__init__(num_slots, enable_caching)
+        self._account, self._owners = 0, [0] * num_slots
+
+    def act_for(self, account: int) -> None:
+        self._account = account
+
+    def owner_of(self, block: KVCacheBlock) -> int:
+        return self._owners[block.block_id]
+
+    def get_new_blocks(self, n: int) -> list[KVCacheBlock]:
+        taken = super().get_new_blocks(n)
+        for slot in taken:
+            self._owners[slot.block_id] = self._account
+        return taken
+
+
 class StateSlots:
     """Owns a pool of slots, the slot of each running request, and the copies that no step has had yet.
 
@@ -59,8 +85,12 @@ class StateSlots:
     distance between them to those who can use both, so it goes first, unless several requests have begun from it. Which
     of two comes first is otherwise decided by their last use.
 
+    Tiers behind the device keep a checkpoint in several pages, one for each part of it. They have it if they have all.
+
     Attributes:
         grid: tokens.
+        num_parts: pages of a checkpoint in a tier.
+        holds: slots that copies from and to tiers hold.
         offered: the longest prefix for which the groups had blocks in the last search, in tokens.
     """
 
@@ -76,9 +106,13 @@ class StateSlots:
         if num_slots < 2:
             raise ValueError(f"num_slots must be at least 2, one of which is not used (got {num_slots})")
         self.grid = layout.state_grid
-        self.pool = BlockPool(num_slots, enable_caching)
+        self.num_parts = layout.num_state_parts
+        self.pool = SlotPool(num_slots, enable_caching)
+        self.holds = Holds(self.pool)
         self.offered = 0
         self._hashes = self.grid // layout.block_size
+        self._first_part = len(layout.groups)
+        """Group of the first part."""
         self._takes_chunks = takes_chunks
         self._working: dict[int, KVCacheBlock] = {}
         self._stops: dict[int, list[int]] = {}
@@ -89,6 +123,8 @@ class StateSlots:
         self._copies: list[_Copy] = []
         self._shared: set[int] = set()
         """Slots with a checkpoint from which a request has begun, or where prompts branch."""
+        self._superseded: set[int] = set()
+        """Slots with a checkpoint from which its only request has gone on to a later one."""
 
     def slot(self, handle: int) -> int:
         """Return the slot of a running request."""
@@ -98,31 +134,50 @@ class StateSlots:
         """Return whether a request has a slot, or can get one."""
         return handle in self._working or self.pool.num_free_blocks > 0 or bool(self._saved)
 
-    def longest(self, block_hashes: Sequence[bytes], length: int) -> int:
-        """Return the position of the last checkpoint within ``length`` tokens; 0 if there is none."""
+    def longest(self, block_hashes: Sequence[bytes], length: int, tiers: Contents | None = None) -> int:
+        """Return the position of the last checkpoint within ``length`` tokens, here or in ``tiers``; 0 if none is."""
         at = length // self.grid * self.grid
-        while at and self.pool.get_cached_block(self._key(block_hashes, at)) is None:
+        while at and not self._has(self.key(block_hashes, at), tiers):
             at -= self.grid
         return at
+
+    def _has(self, key: bytes, tiers: Contents | None) -> bool:
+        if self.pool.get_cached_block(key) is not None:
+            return True
+        return tiers is not None and len(tiers.get_cached_blocks(self.page_keys(key))) == self.num_parts
+
+    def page_keys(self, key: bytes) -> Iterator[bytes]:
+        """Return the keys of a checkpoint's pages, by part."""
+        return map(partial(group_key, key), range(self._first_part, self._first_part + self.num_parts))
+
+    def is_kept(self, slot: KVCacheBlock) -> bool:
+        """Whether a checkpoint is worth the pages of a tier."""
+        return slot.block_id not in self._superseded
+
+    def loaded(self, slot: KVCacheBlock, key: bytes) -> None:
+        """Name a held slot, which has been filled from a tier."""
+        self._shared.discard(slot.block_id)
+        self._name(slot, key)
 
     def begin(self, request: StateRequest, num_computed: int) -> None:
         """Give a request its slot, with the checkpoint at ``num_computed`` if that is not 0. ``has_room`` must hold."""
         hit: KVCacheBlock | None = None
         if num_computed:
-            hit = self.pool.get_cached_block(self._key(request.block_hashes, num_computed))
+            hit = self.pool.get_cached_block(self.key(request.block_hashes, num_computed))
             assert hit is not None, f"handle {request.handle}: no state at position {num_computed}"
             self.pool.touch((hit,))
         self._stops[request.handle] = self.stops(request, num_computed)
         if hit is not None and not self.pool.num_free_blocks and not self._saved:
             # The checkpoint is in the only slot that was free. The request goes on in it, and others lose it: it would
             # wait for ever for a second one in a pool of one.
-            self.pool.invalidate(self._key(request.block_hashes, num_computed))
+            self.pool.invalidate(self.key(request.block_hashes, num_computed))
             self._working[request.handle] = hit
             return
         self._working[request.handle] = slot = self._new_slot()
         if hit is not None:
             supersedes = bool(self._stops[request.handle]) and hit.block_id not in self._shared
             self._shared.add(hit.block_id)
+            self._superseded.discard(hit.block_id)
             self._copies.append(_Copy(hit, slot, is_ready=True, held=hit, supersedes=supersedes))
 
     def stops(self, request: StateRequest, num_computed: int) -> list[int]:
@@ -149,11 +204,12 @@ class StateSlots:
         at, handle, hashes = request.num_computed_tokens, request.handle, request.block_hashes
         if at % self.grid or not self.pool.enable_caching or not 0 < at <= len(hashes) // self._hashes * self.grid:
             return
+        self.pool.act_for(request.account)
         stops, slot = self._stops[handle], self._working[handle]
         if not stops or at > stops[-1]:
             self._save(handle, slot, at)
         elif at in stops and self.pool.num_free_blocks:
-            key = self._key(hashes, at)
+            key = self.key(hashes, at)
             if self.pool.get_cached_block(key) is None and all(copy.key != key for copy in self._copies):
                 target = self._new_slot()
                 if at != stops[-1]:
@@ -199,6 +255,7 @@ class StateSlots:
                 self.pool.free_blocks((copy.held,))
         superseded = [copy.source for copy in taken if copy.supersedes]
         if superseded:
+            self._superseded.update(slot.block_id for slot in superseded)
             self.pool.evict_first(superseded)
         return [(copy.source.block_id, copy.target.block_id) for copy in taken]
 
@@ -210,7 +267,7 @@ class StateSlots:
             return
         del self._stops[handle]
         saved, at = self._saved.pop(handle, (None, 0))
-        key = self._key(hashes, at) if at and at <= len(hashes) // self._hashes * self.grid else None
+        key = self.key(hashes, at) if at and at <= len(hashes) // self._hashes * self.grid else None
         for copy in [copy for copy in self._copies if copy.target is slot]:
             self._give_up(copy)
         # A checkpoint that was not copied yet: the slot itself becomes it. Nothing may wait for a step here, because in
@@ -224,13 +281,16 @@ class StateSlots:
             self.pool.free_blocks((saved,))
         self.pool.free_blocks((slot,))
 
-    def invalidate(self, request: StateRequest, num_kept_tokens: int) -> None:
-        """Invalidate the checkpoints of a request's tokens after the first ``num_kept_tokens``."""
+    def invalidate(self, request: StateRequest, num_kept_tokens: int, tiers: Sequence[BlockPool] = ()) -> None:
+        """Invalidate the checkpoints of a request's tokens after the first ``num_kept_tokens``, also in ``tiers``."""
         hashes = request.block_hashes
         first, end = num_kept_tokens // self.grid + 1, len(hashes) // self._hashes
-        keys = {self._key(hashes, index * self.grid) for index in range(first, end + 1)}
+        keys = [self.key(hashes, index * self.grid) for index in range(first, end + 1)]
         for key in keys:
             self.pool.invalidate(key)
+            for pages in tiers:
+                for part in self.page_keys(key):
+                    pages.invalidate(part)
         for copy in [copy for copy in self._copies if copy.key in keys]:
             self._give_up(copy)
         if self._saved.get(request.handle, (None, 0))[1] > num_kept_tokens:
@@ -246,14 +306,15 @@ class StateSlots:
         saved = [slot for slot, _ in self._saved.values()]
         held = [copy.held for copy in self._copies if copy.held is not None]
         own = [*self._working.values()]
-        self.pool.check([own, saved, held])
+        self.pool.check([own, saved, held, *self.holds.holders()])
         assert self._working.keys() == self._stops.keys(), "positions of checkpoints are known without a slot"
         assert self._saved.keys() <= self._working.keys(), "a checkpoint of a request that has no slot"
         assert len(set(map(id, own + saved))) == len(own) + len(saved), "two requests have one slot"
         targets = [copy.target for copy in self._copies if copy.held is not copy.target]
         assert all(any(target is slot for slot in own + saved) for target in targets), "a copy for no request"
 
-    def _key(self, block_hashes: Sequence[bytes], at: int) -> bytes:
+    def key(self, block_hashes: Sequence[bytes], at: int) -> bytes:
+        """Return the name of the checkpoint at a position of the grid."""
         return block_hashes[at // self.grid * self._hashes - 1]
 
     def _new_slot(self) -> KVCacheBlock:
@@ -271,6 +332,7 @@ class StateSlots:
         self.pool.free_blocks((slot,))
 
     def _name(self, slot: KVCacheBlock, key: bytes | None) -> None:
+        self._superseded.discard(slot.block_id)
         if key is not None and self.pool.get_cached_block(key) is None:
             self.pool.cache_full_blocks((slot,), (key,))
 

@@ -1,9 +1,10 @@
 """The choice of contents to store in the next tier: those that a pool is about to evict."""
 
-from itertools import islice
+from itertools import chain, islice
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.states import StateSlots
 from quire.scheduler_proc.kv.tiers import Tier
 
 
@@ -17,21 +18,30 @@ class StoreChoice:
     """
 
     def __init__(
-        self, pool: BlockPool, target: Tier, blocks_of_a_step: int, pipeline_depth: int, most_held: float
+        self,
+        pool: BlockPool,
+        target: Tier,
+        blocks_of_a_step: int,
+        pipeline_depth: int,
+        most_held: float,
+        states: StateSlots | None = None,
     ) -> None:
         """
         Args:
             blocks_of_a_step: the most that a step may allocate.
             most_held: the part of the pool that copies may hold.
+            states: the owner of the pool if its blocks are slots of states.
         """
         self._pool = pool
         self._target = target
+        self._states = states
+        num_pages = 1 if states is None else states.num_parts
         usable = pool.num_usable_blocks
         # Sources are held while they are copied, so a store of all free blocks would leave none for the next step, and
         # a running request would be preempted for the sake of a cache.
         self._reserve = max(1, min(blocks_of_a_step, usable // 8))
         """Free blocks that stores leave to the next step."""
-        most = min(int(usable * most_held), target.pages.num_usable_blocks // 2)
+        most = min(int(usable * most_held), target.pages.num_usable_blocks // (2 * num_pages))
         self._ahead = max(1, min((pipeline_depth + 1) * blocks_of_a_step, most))
         """Blocks to be allocated next that should be safe: those that steps may need until a store has ended."""
         self._num_safe = 0
@@ -81,12 +91,20 @@ class StoreChoice:
         # Looked up as one list: the map answers a list of keys without Python code per key.
         blocks = list(islice(self._pool.next_evicted(), self._ahead * 3 // 2))
         keys = [block.block_hash for block in blocks if block.block_hash is not None]
-        pages = self._target.pages.find_blocks(keys)
-        unsafe = [at for at, page in enumerate(pages) if page is None][:wanted]
+        states = self._states
+        # Of a state only the first page is looked up, because a tier evicts it before the others.
+        firsts = keys if states is None else [next(states.page_keys(key)) for key in keys]
+        pages = self._target.pages.find_blocks(firsts)
+        missing = (at for at, page in enumerate(pages) if page is None)
+        unsafe = [at for at in missing if states is None or states.is_kept(blocks[at])][:wanted]
         end = unsafe[-1] + 1 if len(unsafe) == wanted else len(keys)
         chosen = {keys[at]: blocks[at] for at in unsafe}
         self._num_safe = end - len(chosen)
-        self._target.use([page for page in pages[:end] if page is not None])
+        safe = pages[:end]
+        if states is not None:
+            named = [key for key, page in zip(keys, safe, strict=False) if page is not None]
+            safe = self._target.pages.find_blocks(chain.from_iterable(map(states.page_keys, named)))
+        self._target.use([page for page in safe if page is not None])
         return [(block, key) for key, block in chosen.items()]
 
     def _changes(self) -> tuple[int, int]:

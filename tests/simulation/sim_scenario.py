@@ -248,7 +248,7 @@ def shape_of(
             **(program_settings(random.Random(f"programs {seed}")) if seed % 13 in PROGRAM_SEEDS else {}),
             **(pooling_settings(random.Random(f"pooling {seed}")) if pooling else {}),
             **(_encoder_settings(seed) if encoder else {}),
-            **(state_settings(random.Random(f"states {seed}")) if states else {}),
+            **(_state_settings(seed, num_ranks, has_tiers=settings["enable_prefix_caching"]) if states else {}),
         },
         real_runner=is_plain and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
@@ -264,6 +264,13 @@ def _disk_settings(seed: int, num_ranks: int) -> dict[str, Any]:
         "ssd_cache_bytes": rng.choice((12, 80, 300)) * page,
         "cpu_offload_bytes": rng.choice((0, 4, 12)) * page,
     }
+
+
+def _state_settings(seed: int, num_ranks: int, *, has_tiers: bool) -> dict[str, Any]:
+    """Return settings of a model with states, in most cases with host memory for them."""
+    rng = random.Random(f"states {seed}")
+    settings = state_settings(rng)
+    return {**settings, "cpu_offload_bytes": has_tiers * rng.choice((0, 60, 60)) * num_ranks * PAGE_BYTES}
 
 
 def _encoder_settings(seed: int) -> dict[str, Any]:

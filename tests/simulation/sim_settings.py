@@ -108,7 +108,7 @@ def state_settings(rng: random.Random) -> dict[str, Any]:
     groups += [KVGroup("sliding_window", block_size, [1], rng.randrange(1, 12))] * rng.randrange(2)
     states = [StateTensor("layers.2", "state", (1,), "float32")]
     layout = KVLayout(groups, 1, 4, "float32", states=states, state_chunk=rng.choice((4, 8)))
-    return {"layout": layout, "block_size": block_size, "num_blocks": 80, "num_slots": rng.choice((2, 3, 5, 12))}
+    return {"layout": layout, "block_size": block_size, "num_blocks": 80, "num_slots": rng.choice((2, 3, 5, 5, 12))}
 
 
 def layout_settings(rng: random.Random) -> dict[str, Any]:

@@ -256,6 +256,7 @@ class SimWorker(SimProcess):
             max_cpu_loras=config.max_cpu_loras,
             pooling=config.model.pooling,
             num_slots=self.world.num_slots,
+            num_state_parts=layout.num_state_parts,
         )
         assert configure.num_slots in (0, self.world.num_slots), "another number of slots than the previous group's"
         self.model.salt_of, self.model.even = self.world.salt_of, self.world.even

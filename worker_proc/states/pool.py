@@ -19,13 +19,15 @@ class StatePool:
     """Slots side by side, with all states of a slot in one piece, so that copying a slot is one operation.
 
     Attributes:
+        memory: uint8 ``[slots, bytes of a slot]``.
         tensors: views of the same memory, ``[slots, *shape]`` each, in the order of the layout. The dimensions after
             the first are contiguous.
     """
 
-    def __init__(self, layout: Sequence[StateTensor], num_slots: int, device: torch.device) -> None:
-        size = slot_bytes(layout)
-        memory = zeroed_bytes(num_slots * size, device).view(num_slots, size)
+    def __init__(self, layout: Sequence[StateTensor], num_slots: int, device: torch.device, num_bytes: int = 0) -> None:
+        """``num_bytes``: of a slot, if these are more than its tensors need."""
+        size = max(num_bytes, slot_bytes(layout))
+        self.memory = memory = zeroed_bytes(num_slots * size, device).view(num_slots, size)
         self._slots = CacheSet.of([memory], block_dim=0)
         self.tensors: list[torch.Tensor] = []
         start = 0

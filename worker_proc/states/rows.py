@@ -54,7 +54,9 @@ class RowStates:
         batch.register(RowColumn(self._awaits, empty=False))
         self.place = np.arange(num_slots)
         self._draft_places = num_slots + np.arange(drafting * drafts).reshape(drafting, drafts)
-        self.pool = StatePool(layout.states, num_slots + drafting * drafts, device) if layout.states else None
+        self.pool: StatePool | None = None
+        if layout.states:
+            self.pool = StatePool(layout.states, num_slots + drafting * drafts, device, layout.slot_bytes)
 
     # ---- the diff
 

@@ -10,15 +10,21 @@ from quire.kernels.cpu.pages.page_moves import Int64
 from quire.protocol.model.kv_layout import KVLayout
 from quire.worker_proc.batch.kv_cache import group_caches
 from quire.worker_proc.transfers.pages import group_layout
+from quire.worker_proc.transfers.state_parts import StateParts
 
 
 class GpuBlocks:
     """The KV blocks of a GPU, as ``DeviceBlocks``. The steps run on the current stream of the thread of ``steps``."""
 
     def __init__(
-        self, layout: KVLayout, caches: Mapping[int, torch.Tensor], num_blocks: int, meaning: Sequence[object]
+        self,
+        layout: KVLayout,
+        caches: Mapping[int, torch.Tensor],
+        num_blocks: int,
+        meaning: Sequence[object],
+        parts: StateParts | None = None,
     ) -> None:
-        """Arguments as of ``block_groups``."""
+        """Arguments as of ``block_groups`` and ``StagedMover``."""
         self._caches = [CacheSet.of(halves) for halves in group_caches(layout, caches, num_blocks)]
         self._device = self._caches[0].pointers.device
         self.num_blocks = num_blocks
@@ -26,6 +32,10 @@ class GpuBlocks:
         self.layouts: Sequence[bytes] = [
             group_layout(layout, index, caches.caches[0].shape[2], meaning) for index, caches in enumerate(self._caches)
         ]
+        if parts is not None:
+            self._caches += [CacheSet.of([parts.memory], block_dim=0)] * len(parts.layouts)
+            self.block_bytes = list(map(bytes_of_block, self._caches))
+            self.layouts = [*self.layouts, *parts.layouts]
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

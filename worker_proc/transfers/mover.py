@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from quire.kernels.cpu.native.library import Native
-from quire.kernels.cpu.pages.page_moves import MAX_KEY_BYTES, BlockGroup, Moves, PageMoves
+from quire.kernels.cpu.pages.page_moves import MAX_KEY_BYTES, BlockGroup, Int32, Moves, PageMoves
 from quire.protocol.wire.transfer_messages import (
     BlocksMoved,
     DiskContents,
@@ -22,6 +22,7 @@ from quire.worker_proc.transfers.disk import DiskFile
 from quire.worker_proc.transfers.host import HostTier
 from quire.worker_proc.transfers.pages import MapFailed, layout_hash, page_bytes_of
 from quire.worker_proc.transfers.parts import CopyPart, Pending
+from quire.worker_proc.transfers.state_parts import StateParts, num_ids
 
 
 class BlockMover:
@@ -40,10 +41,12 @@ class BlockMover:
         wake: Callable[[], None],
         *,
         check_tags: bool = True,
+        parts: StateParts | None = None,
     ) -> None:
         """
         Args:
             num_blocks: size of the pool, the null block included.
+            parts: those to which the last groups belong.
             wake: called in a thread whenever ``take_answers`` has more to return.
             check_tags: whether the tags of pages of host memory are compared.
         """
@@ -51,7 +54,7 @@ class BlockMover:
         self._native = native
         self._copies = PageMoves(native, groups, check_tags=check_tags)
         self._layouts = [group.layout for group in groups]
-        self._num_groups, self._num_blocks = len(groups), num_blocks
+        self._parts, self._num_ids = parts, num_ids(len(groups), num_blocks, parts)
         self._host: HostTier | str = "there is no host memory"
         self._disk: DiskFile | str = "there is no disk"
         self._host_ids, self._disk_ids = range(0), range(0)
@@ -117,7 +120,9 @@ class BlockMover:
             StepRefused: it arrived before the tiers that it needs, or its arrays have different lengths or ids out of
                 range.
         """
-        moves, kind = self.check(message, self._num_blocks), message.kind
+        self.check(message, self._num_ids)
+        message = message if self._parts is None else self._parts.resolve(message)
+        moves, kind = _moves(message), message.kind
         # One load may take its pages from both tiers, which then run beside each other; the scheduler gets one answer.
         on_disk = moves.pages >= self._disk_ids.start if self._disk_ids else np.zeros(len(moves.pages), bool)
         pending = Pending(message.transfer, 2 - bool(on_disk.all() or not on_disk.any()), self._answers.add)
@@ -144,8 +149,8 @@ class BlockMover:
         if message.weights:
             self._copies.set_layouts([layout_hash([layout, message.weights]) for layout in self._layouts])
 
-    def check(self, message: MoveBlocks, num_blocks: int) -> Moves:
-        """Return the moves of a message for a pool of ``num_blocks``.
+    def check(self, message: MoveBlocks, num_ids: Sequence[int]) -> None:
+        """Check a message for pools with ``num_ids`` blocks, by group.
 
         Raises:
             StepRefused: as ``submit``.
@@ -154,7 +159,7 @@ class BlockMover:
         if not self._host_ids and not self._disk_ids:
             raise StepRefused(f"{name} arrived before HostPages and DiskPages")
         count = len(message.block_ids)
-        groups = np.zeros(count, np.int32) if message.groups is None else message.groups
+        groups = _groups(message)
         arrays = (message.block_ids, message.page_ids, message.generations, groups)
         # Ids become addresses in the native code, so that all of them are checked here, where a wrong one is still an
         # error and not a crash.
@@ -163,12 +168,12 @@ class BlockMover:
         if not 0 < len(message.keys) <= MAX_KEY_BYTES * count or len(message.keys) % count:
             raise StepRefused(f"{name} has {len(message.keys)} bytes of keys for {count} blocks")
         demotes = message.kind is MoveKind.DEMOTE
-        sources = [self._host_ids] if demotes else [range(1, num_blocks)]
+        sources = [self._host_ids] if demotes else [range(1, max(num_ids))]
         pages = [self._disk_ids] if demotes else [self._host_ids, self._disk_ids]
         for what, ids, allowed in (
+            ("groups", groups, [range(len(num_ids))]),
             ("blocks", message.block_ids, sources),
             ("pages", message.page_ids, pages),
-            ("groups", groups, [range(self._num_groups)]),
         ):
             inside = [(ids >= part.start) & (ids < part.stop) for part in allowed]
             if not np.logical_or.reduce(inside).all():
@@ -176,4 +181,16 @@ class BlockMover:
                 raise StepRefused(f"{name} has {what} {ids.min()} to {ids.max()}: allowed are {ranges or 'none'}")
             if what == "pages" and not message.is_load and not any(part.all() for part in inside):
                 raise StepRefused(f"{name} stores to pages of several tiers")
-        return Moves(message.block_ids, message.page_ids, message.generations, groups, message.keys)
+        if not demotes and len(past := np.flatnonzero(message.block_ids >= np.array(num_ids)[groups])):
+            group = int(groups[past[0]])
+            raise StepRefused(
+                f"{name} has block {message.block_ids[past[0]]} of group {group}: allowed are 1 to {num_ids[group] - 1}"
+            )
+
+
+def _groups(message: MoveBlocks) -> Int32:
+    return np.zeros(len(message.block_ids), np.int32) if message.groups is None else message.groups
+
+
+def _moves(message: MoveBlocks) -> Moves:
+    return Moves(message.block_ids, message.page_ids, message.generations, _groups(message), message.keys)

@@ -26,6 +26,7 @@ from quire.worker_proc.side_work import Answers
 from quire.worker_proc.transfers.mover import BlockMover
 from quire.worker_proc.transfers.parts import one_line
 from quire.worker_proc.transfers.staging import BUFFERS, BlockCopier, DeviceBlocks, Staging
+from quire.worker_proc.transfers.state_parts import StateParts, num_ids
 
 Forward = Callable[[MoveBlocks], "Future[BlocksMoved]"]
 """Submits a message to the mover of pinned memory, under a number of its own."""
@@ -51,12 +52,14 @@ class StagedMover:
         *,
         check_tags: bool = True,
         with_disk: bool = False,
+        parts: StateParts | None = None,
     ) -> None:
-        """``wake``, ``check_tags``: as in ``BlockMover``; ``with_disk``: whether ``open`` may be called."""
+        """``wake``, ``check_tags``, ``parts``: as in ``BlockMover``; ``with_disk``: whether ``open`` may be called."""
         kinds = [
             (kind, on_disk) for on_disk in (False, True)[: 1 + with_disk] for kind in (MoveKind.LOAD, MoveKind.STORE)
         ]
-        self._blocks = blocks
+        self._blocks, self._parts = blocks, parts
+        self._num_ids = num_ids(len(blocks.layouts), blocks.num_blocks, parts)
         self._staging = Staging(blocks, BUFFERS * len(kinds))
         slots = self._staging.num_slots
         self._inner = BlockMover(native, self._staging.groups, slots, self._woken, check_tags=check_tags)
@@ -105,7 +108,8 @@ class StagedMover:
 
     def submit(self, message: MoveBlocks) -> None:
         """As in ``BlockMover``; call it when all steps before the message have been launched."""
-        self._inner.check(message, self._blocks.num_blocks)
+        self._inner.check(message, self._num_ids)
+        message = message if self._parts is None else self._parts.resolve(message)
         if message.kind is MoveKind.DEMOTE:
             self._forward(message).add_done_callback(lambda moved: self._ended(message, moved.result()))
             return

@@ -1,14 +1,20 @@
 """Slots of recurrent states: checkpoints, hits, copies, forks, and pools that are too small."""
 
+import itertools
 import random
 from typing import Any
 
 import msgspec
 import pytest
+from fake_pages import random_faults
 from scheduler_driver import Driver, expected_tokens, make_config, make_layout
+from tiers import thinned
 from traced_runs import random_run
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout, StateTensor
+from quire.protocol.wire.transfer_messages import MoveKind
+from quire.scheduler_proc.kv.tiers import AnyTier
+from quire.scheduler_proc.requests.reasons import WaitReason
 
 GRID = 8
 BLOCK = 4
@@ -106,6 +112,58 @@ def test_forks_have_a_copy_of_the_state() -> None:
     assert {answer.num_cached_tokens for answer in run.answers.values()} == {0, len(prompt)}
 
 
+STATES_OF_PARTS = [StateTensor("layers.0", "state", (16, 15), "float32")]
+
+
+def tiered(**settings: Any) -> Driver:
+    """A checkpoint is a slot on the device, and four pages in a tier."""
+    layout = msgspec.structs.replace(hybrid(), states=STATES_OF_PARTS)
+    assert layout.num_state_parts == 4
+    return driver(**{"layout": layout, "num_slots": 9, "num_host_pages": 200} | settings)
+
+
+def prompt_of(number: int) -> list[int]:
+    return [60 * number + at for at in range(21)]
+
+
+@pytest.mark.parametrize("num_blocks", [24, 200])
+@pytest.mark.parametrize("where", [{}, {"num_host_pages": 0, "num_disk_pages": 200}])
+def test_states_come_back_from_a_tier(num_blocks: int, where: dict[str, int]) -> None:
+    """With few blocks, their contents too; with many, only the state is loaded."""
+    run = tiered(num_blocks=num_blocks, **where)
+    run.read_disk() if "num_disk_pages" in where else None
+    assert [ask(run, f"a{number}", prompt_of(number)) for number in range(14)] == [0] * 14
+    assert [ask(run, f"b{number}", prompt_of(number)) for number in range(14)] == [16] * 14
+    run.check_drained()
+    assert run.replay_lines() is None
+
+
+def test_a_state_is_invalidated_in_tiers_and_on_its_way_from_them() -> None:
+    run = tiered(num_blocks=200)
+    for number in range(14):
+        ask(run, f"a{number}", prompt_of(number))
+    run.add("again", prompt_of(0), max_tokens=1)
+    run.fill()
+    assert run.request("again").wait_reason is WaitReason.LOADING
+    kv, request = run.scheduler.kv, run.request("again")
+    kv.invalidate(request, 0)
+    run.settle()
+    assert kv.states.longest(request.block_hashes, 16, AnyTier([tier.pages for tier in kv.tiers])) == 0
+    run.run()
+    assert run.answers["again"].num_cached_tokens == 0
+
+
+def test_a_state_of_which_a_page_was_not_stored_is_not_loaded() -> None:
+    run = tiered(num_blocks=200)
+    faults = itertools.cycle(("", "", "refused", ""))
+    run.worker.host.fault = lambda: next(faults)
+    for turn in "ab":
+        for number in range(14):
+            ask(run, f"{turn}{number}", prompt_of(number))
+    assert {move.kind for move in run.moves} == {MoveKind.STORE}
+    assert run.scheduler.kv.tiers[0].pages.num_cached_blocks == 0
+
+
 def random_layout(rng: random.Random) -> KVLayout:
     groups = [KVGroup("full_attention", BLOCK, [0])]
     groups += [KVGroup("sliding_window", BLOCK, [1], window=rng.randrange(1, 12))] * rng.randrange(2)
@@ -117,4 +175,39 @@ def test_random_runs_are_right_and_replayed(seed: int) -> None:
     rng = random.Random(seed)
     run = random_run(seed, layout=random_layout(rng), block_size=BLOCK, num_slots=rng.choice((2, 3, 4, 6, 20)))
     run.check_drained()
+    assert run.replay_lines() is None
+
+
+PLACES = {"num_host_pages": 40}, {"num_host_pages": 40, "num_disk_pages": 90}, {"num_disk_pages": 90}
+
+
+@pytest.mark.parametrize("seed", thinned(range(24), keep=4))
+def test_random_runs_with_tiers(seed: int) -> None:
+    """Few slots, damaged pages, new workers, aborts, and prompts of which each is a beginning of one of a few."""
+    rng = random.Random(seed)
+    layout = msgspec.structs.replace(random_layout(rng), states=rng.choice((STATES, STATES_OF_PARTS)))
+    tokens, drafts = rng.choice((9, 13, 64)), rng.choice((0, 0, 2))
+    settings = {"max_num_batched_tokens": tokens, "max_num_seqs": 2, "num_speculative_tokens": drafts}
+    places, slots = PLACES[seed % len(PLACES)], rng.choice((3, 4, 5, 7))
+    run = driver(slots, layout=layout, num_blocks=rng.choice((26, 60)), **places, **settings)
+    run.worker.host.fault = random_faults(random.Random(seed), rng.choice((0.0, 0.0, 0.1)))
+    if "num_disk_pages" in places:
+        run.read_disk()
+    texts = [[150 * text + at if at > 9 else at for at in range(40)] for text in range(6)]
+    for index in range(50):
+        name, length, most = f"r{index}", rng.randrange(9, 40), rng.randrange(1, 6)
+        if rng.random() < 0.04:
+            run.worker.bad_from[name] = rng.randrange(2)
+        run.add(name, rng.choice(texts)[:length], max_tokens=most)
+        most_left = rng.randrange(5)
+        while len(run.scheduler.table.requests) > most_left:
+            run.random_step(rng)
+        match rng.randrange(40):
+            case 0:
+                run.begin_worker_epoch()
+            case 1:
+                run.control("reset_prefix_cache")
+            case 2 | 3 if run.scheduler.table.requests:
+                run.abort(next(iter(run.scheduler.table.requests))[1])
+    run.finish()
     assert run.replay_lines() is None

@@ -39,8 +39,8 @@ class FakePages:
         seconds: pages → the reported duration of a copy.
     """
 
-    def __init__(self, slots: Callable[[int], list[int]]) -> None:
-        """``slots``: block → its slots."""
+    def __init__(self, slots: Callable[[int, int], list[int]]) -> None:
+        """``slots``: block and its group → its slots."""
         self._slots = slots
         self.pages: dict[int, Page] = {}
         self.disk = range(0)
@@ -52,7 +52,9 @@ class FakePages:
     def receive(self, move: MoveBlocks) -> None:
         count = len(move.block_ids)
         assert count == len(move.page_ids) == len(move.generations) and len(move.keys) % count == 0
-        assert len(set(move.block_ids.tolist())) == len(set(move.page_ids.tolist())) == count, "copied twice"
+        groups = [0] * count if move.groups is None else move.groups.tolist()
+        blocks = set(zip(move.block_ids.tolist(), groups, strict=True))
+        assert len(blocks) == len(set(move.page_ids.tolist())) == count, "copied twice"
         assert 0 not in move.block_ids and not {0, *self.disk[:1]} & set(move.page_ids.tolist()), (
             "the null block or the first page of a tier is copied"
         )
@@ -93,7 +95,7 @@ class FakePages:
 
     def _load(self, block: int, page: int, expected: Page) -> bool:
         found = self.pages.get(page)
-        slots = self._slots(block)
+        slots = self._slots(block, expected.group)
         if found is None or not found.is_whole or replace(found, slots=()) != expected:
             self.num_detected += 1
             slots[:] = [-2] * len(slots)  # what was copied before the check failed
@@ -109,7 +111,7 @@ class FakePages:
         return self._write(page, found)
 
     def _store(self, block: int, page: int, header: Page) -> bool:
-        return self._write(page, replace(header, slots=tuple(self._slots(block))))
+        return self._write(page, replace(header, slots=tuple(self._slots(block, header.group))))
 
     def _write(self, page: int, stored: Page) -> bool:
         fault = self.fault()

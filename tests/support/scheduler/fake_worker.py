@@ -185,10 +185,11 @@ class FakeWorker:
         max_cpu_loras: int = 0,
         pooling: PoolingConfig | None = None,
         num_slots: int = 0,
+        num_state_parts: int = 1,
     ) -> None:
         self.adapters = FakeAdapters(max_loras, max_cpu_loras)
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
-        self.states = FakeStates(num_slots, lambda row, context: self._tag(row, _STATE, context))
+        self.states = FakeStates(num_slots, lambda row, context: self._tag(row, _STATE, context), num_state_parts)
         self.groups = [KVGroup("full_attention", block_size, [0])] if groups is None else groups
         self.pooling = pooling
         self.num_speculative_tokens = num_speculative_tokens
@@ -198,7 +199,7 @@ class FakeWorker:
         """Block → handle → (group, index in its table)."""
         widest = max((g.block_size for g in self.groups), default=1)
         self.slots = [[_NOTHING] * widest for _ in range(num_blocks)]
-        self.host = FakePages(lambda block: self.slots[block])
+        self.host = FakePages(self._contents)
         self.forced: dict[tuple[str, int], int] = {}
         self.bad_from: dict[str, int] = {}
         self.bad_once: set[tuple[str, int]] = set()
@@ -512,6 +513,11 @@ class FakeWorker:
             return []
         row.know(self._answer(row, len(row.tokens), row.contexts[-1]))
         return row.tokens[-1 - chunk.num_accepted :]
+
+    def _contents(self, block: int, group: int) -> list[int]:
+        """Return what a page holds: the slots of a block, or a part of a slot of states."""
+        part = group - len(self.groups)
+        return self.slots[block] if part < 0 else self.states.slots[block][part]
 
     def candidates(self, row: Row, context: int) -> list[tuple[int, float]]:
         """Return the most likely tokens of a beam; those that its grammar excludes have a log probability of -inf."""

@@ -189,6 +189,7 @@ class Driver:
             max_cpu_loras=config.max_cpu_loras,
             pooling=config.model.pooling,
             num_slots=num_slots,
+            num_state_parts=layout.num_state_parts,
         )
         pages = self.worker.host
         pages.disk = range(num_host_pages, num_host_pages + num_disk_pages)
@@ -486,6 +487,8 @@ class Driver:
         assert not table.leaving and not len(scheduler.in_flight)
         assert pool.num_free_blocks == pool.num_usable_blocks, "blocks leaked"
         assert not len(scheduler.kv.holds), "a hold leaked"
+        if (states := scheduler.kv.states) is not None:
+            assert states.pool.num_free_blocks == states.pool.num_usable_blocks, "slots leaked"
         for pages in (tier.pages for tier in scheduler.kv.tiers):
             assert pages.num_free_blocks == pages.num_usable_blocks, "pages leaked"
         for manager in scheduler.kv.coordinator.managers:

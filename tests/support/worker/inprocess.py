@@ -17,6 +17,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.channel import Received
 from quire.protocol.wire.front_end_messages import (
     Abort,
     AddRequest,
@@ -27,11 +28,15 @@ from quire.protocol.wire.front_end_messages import (
     StepOutputs,
 )
 from quire.protocol.wire.side_rows import LOGPROBS
+from quire.protocol.wire.transfer_messages import MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
 from quire.scheduler_proc.requests.events import Hold
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
+from quire.worker_proc.device.step_watcher import StepWatcher
+from quire.worker_proc.parallel.group import SingleRank
 from quire.worker_proc.startup.setup import make_runner
+from quire.worker_proc.transfers.make import Mover, make_mover
 
 
 @dataclass
@@ -60,8 +65,10 @@ class InProcessEngine:
         check: bool = True,
         model_impl: str = "auto",
         model: ModelConfig | None = None,
+        num_host_pages: int = 0,
         **settings: object,
     ) -> None:
+        """``num_host_pages``: with them, the mover must be given its memory before the first step."""
         model = model or read_model(folder, model_impl)
         defaults: dict[str, object] = {
             "model": model,
@@ -74,7 +81,13 @@ class InProcessEngine:
         layout = kv_layout(model, self.config.block_size, self.config.kv_cache_dtype)
         self.runner, ready = make_runner(self.config, layout, progress=False)
         layout = layout.with_block_size(ready.plan.block_size)
-        self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks), num_slots=ready.num_slots)
+        pools = {"num_host_pages": num_host_pages, "num_slots": ready.num_slots}
+        self.scheduler = Scheduler(self.config, layout, min(ready.num_blocks), **pools)
+        self.mover: Mover | None = None
+        if num_host_pages:
+            self._moved = StepWatcher()
+            self.mover = make_mover(self.runner, SingleRank(), self.config, self._moved.wake)
+        self.moves: list[MoveBlocks] = []
         self.grammars = GrammarManager(self.config, time.monotonic)
         self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
         self.answers: dict[str, Answer] = {}
@@ -132,11 +145,14 @@ class InProcessEngine:
         """Fill the pipeline, then let the worker run its oldest step and apply the result."""
         while self.scheduler.can_schedule:
             diff = self.scheduler.schedule()
+            self._send_moves(self.scheduler.transfers.take_loads())
             if diff is None:
                 break
             self.step_sizes.append(sum(len(bytes(f)) for f in self.to_worker.send(diff)))
+            self._send_moves(self.scheduler.transfers.take_stores())
             self._check()
-        received = self.to_scheduler.receive()
+        self._send_moves(self.scheduler.transfers.take_stores())
+        received = self._received()
         if received is not None:
             self.to_scheduler.send(self._execute(received.message))
             if self.check:
@@ -152,6 +168,23 @@ class InProcessEngine:
         if self.grammars.has_waiting_requests:  # a mask was late, so its request is held
             self._poll_grammars(wait=received is None)
         self._collect()
+
+    def _send_moves(self, moves: list[MoveBlocks]) -> None:
+        self.moves += moves
+        for move in moves:
+            self.to_worker.send(move)
+
+    def _received(self) -> Received | None:
+        """Return the oldest step that the worker has not run; submit copies before it, and apply the answers to any."""
+        while (received := self.to_scheduler.receive()) is not None and isinstance(received.message, MoveBlocks):
+            self.mover.submit(received.message)  # type: ignore[union-attr]
+        if self.mover is not None:
+            select.select([self._moved], [], [], 0.0 if received else 0.01)
+            self._moved.fired()
+            for answer in self.mover.take_answers():
+                self.scheduler.consume(answer)
+                self._check()
+        return received
 
     def _execute(self, diff: SchedulerOutput) -> ModelRunnerOutput:
         launched = self.runner.launch(diff)

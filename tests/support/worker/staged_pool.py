@@ -12,6 +12,7 @@ from quire.kernels.cache.block_staging import bytes_of_block, gather_blocks_refe
 from quire.kernels.cpu.pages.page_moves import Int64
 from quire.worker_proc.batch.kv_cache import group_caches
 from quire.worker_proc.transfers.staged import StagedMover
+from quire.worker_proc.transfers.state_parts import StateParts
 
 
 class SlowDevice:
@@ -22,12 +23,14 @@ class SlowDevice:
         error: raised by the next copies.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, parts: StateParts | None = None) -> None:
         caches = group_caches(pool.layout, pool.caches, pool.num_blocks)
         self._caches = [CacheSet.of(halves) for halves in caches]
+        of_parts = [] if parts is None else parts.layouts
+        self._caches += [CacheSet.of([parts.memory], block_dim=0) for _ in of_parts if parts is not None]
         self.num_blocks = pool.num_blocks
         self.block_bytes: Sequence[int] = [bytes_of_block(caches) for caches in self._caches]
-        self.layouts: Sequence[bytes] = [group.layout for group in pool.groups]
+        self.layouts: Sequence[bytes] = [*(group.layout for group in pool.groups), *of_parts]
         self.events: list[object] = []
         self.error: Exception | None = None
         self.waiting = threading.Semaphore(0)

@@ -6,8 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from host_pages import SMALL, Pool, host_memory, move
 from runner_steps import CONFIG, MODEL, adding
+from staged_pool import SlowDevice
 
+from quire.kernels.cpu.native.library import load_native
 from quire.protocol.model.kv_layout import StateTensor, kv_layout
 from quire.protocol.wire.worker_messages import SchedulerOutput
 from quire.worker_proc.batch.input_batch import StepRefused
@@ -15,6 +18,10 @@ from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.startup.setup import make_runner
 from quire.worker_proc.states.pool import StatePool
+from quire.worker_proc.states.rows import RowStates
+from quire.worker_proc.transfers.mover import BlockMover
+from quire.worker_proc.transfers.staged import StagedMover
+from quire.worker_proc.transfers.state_parts import StateParts
 
 TENSORS = [StateTensor("0", "conv 0", (3, 2), "bfloat16"), StateTensor("0", "recurrent 0", (5,), "float32")]
 NUM_SLOTS, DRAFTS = 7, 2
@@ -96,6 +103,37 @@ def test_copies_run_in_order() -> None:
     pool.zero([4])
     for tensor in pool.tensors:
         assert tensor.flatten(1)[:, -1].tolist() == [0, 4, 4, 1, 0]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_parts_of_slots_are_moved_from_where_their_states_are(staged: bool, held: ModelRunner) -> None:
+    """Drafts were accepted, so that states lie at other places than their slots."""
+    layout = msgspec.structs.replace(SMALL, states=[StateTensor("0", "recurrent 0", (513,), "float32")])
+    states = RowStates(CONFIG, layout, NUM_SLOTS, held.batch, held._transfer, torch.device("cpu"))
+    states.place[1:6] = [3, 2, 1, 5, 4]
+    assert states.pool is not None and layout.num_state_parts == 5
+    (tensor,) = states.pool.tensors
+    tensor.copy_(torch.randn(tensor.shape))
+    pool, parts = Pool(layout, load_native()), StateParts(layout, states, ())
+    if staged:
+        pool.mover = StagedMover(pool.native, SlowDevice(pool, parts), pool.watcher.wake, parts=parts)  # type: ignore[assignment]
+    else:
+        groups = [*pool.groups, *parts.groups()]
+        pool.mover = BlockMover(pool.native, groups, pool.num_blocks, pool.watcher.wake, parts=parts)
+    of_moves, pages = np.arange(6, dtype=np.int32), range(1, 7)
+    with host_memory(9, pool.mover.page_bytes) as memory:
+        pool.mover.map(memory.message)
+        assert not pool.run(move(False, [2, 3, 3, 3, 3, 3], pages, groups=of_moves)).failed
+        assert not pool.run(move(True, [4, 5, 5, 5, 5, 5], pages, groups=of_moves)).failed
+        assert tensor[4].tolist() == tensor[1].tolist() and pool.block(4) == pool.block(2)
+        memory.data(3)[0] ^= 1
+        assert pool.run(move(True, [4, 6, 6, 6, 6, 6], pages, groups=of_moves)).failed == [2]
+        # Pages of other parts of the same state are other contents.
+        assert pool.run(move(True, [6], [5], groups=ints(5))).failed == [0]
+        for slot, group in ((NUM_SLOTS, 1), (1, 6)):
+            with pytest.raises(StepRefused, match="allowed are"):
+                pool.mover.submit(move(False, [slot], [1], groups=ints(group)))
+        pool.mover.close()
 
 
 def test_calls_of_a_step(held: ModelRunner) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 from checkpoints import greedy_tokens
+from host_pages import host_memory
 from inprocess import InProcessEngine
 from tiny_models import make_tiny, tiny_config
 
@@ -154,6 +155,30 @@ def test_bits_are_equal_however_states_are_advanced(checkpoint: Callable[[str], 
         answers = engine.run()
         found.append([answers[str(index)].logprobs for index in range(len(PROMPTS))])
     assert found[0] == found[1] == found[2] and all(len(each) == NUM_TOKENS for each in found[0])
+
+
+@pytest.mark.parametrize("family, num_blocks", [("qwen3_next", 64), ("lfm2", 15)])
+def test_states_come_back_from_host_memory(family: str, num_blocks: int, tmp_path: Path) -> None:
+    """Checkpoints of others evict those of a prompt; with few blocks, its keys and values are evicted too."""
+    model = make_tiny(tmp_path, family)
+    prompts = [[3 + (7 * i + 11 * n) % 90 for i in range(n)] for n in range(70, 90, 4)]
+    settings = {"max_num_seqs": 1, "state_slots": 3, "num_blocks_override": num_blocks}
+    engine = engine_of(tmp_path, num_host_pages=300, **settings)
+    assert engine.mover is not None
+    with host_memory(300, engine.mover.page_bytes) as memory:
+        engine.mover.map(memory.message)
+        for turn in range(2):
+            for index, prompt in enumerate(prompts):
+                engine.add(f"{turn}.{index}", prompt, max_tokens=8)
+                engine.run()
+        engine.mover.close()
+    for name, answer in engine.answers.items():
+        assert answer.tokens == greedy_tokens(model, [prompts[int(name[2:])]], 8)[0]
+    groups = len(engine.runner.kv_layout.groups)
+    loads = [move for move in engine.moves if move.is_load and move.groups is not None]
+    assert any((move.groups >= groups).any() for move in loads)
+    # Of the others some are computed, when it is known that this takes less time.
+    assert engine.answers["1.0"].num_cached_tokens == 64
 
 
 def test_beams_copy_states(checkpoint: Callable[[str], Made], tmp_path: Path) -> None:
