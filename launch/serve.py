@@ -194,7 +194,9 @@ def _say(options: ServeOptions, text: str) -> None:
 
 def _kv_cache_line(config: EngineConfig, detail: dict[str, float]) -> str:
     size = f"{detail.get('kv_cache_bytes', 0) / 2**30:.2f} GiB{' per worker' * (config.tensor_parallel_size > 1)}"
-    return f"KV cache: {size}, {detail.get('kv_blocks', 0):.0f} blocks of {detail.get('block_size', 0):.0f} tokens"
+    slots = f", and {detail['state_slots']:.0f} slots of states" if detail.get("state_slots") else ""
+    blocks = f"{detail.get('kv_blocks', 0):.0f} blocks of {detail.get('block_size', 0):.0f} tokens"
+    return f"KV cache: {size}, {blocks}{slots}"
 
 
 def server_adapters(config: EngineConfig, options: ServeOptions) -> list[NamedAdapter]:

@@ -179,8 +179,9 @@ class Ready(Message, frozen=True, tag=40):
 
     @property
     def detail(self) -> dict[str, float]:
-        """The seconds of the start, and the size of the pool without the null block."""
+        """The seconds of the start, and the size of the pools without the null block and slot 0."""
         pool = {"kv_blocks": min(self.num_blocks, default=1) - 1, "block_size": self.plan.block_size}
+        pool["state_slots"] = max(self.num_slots - 1, 0)
         return {**self.timings, "kv_cache_bytes": self.plan.kv_cache, **pool}
 
 

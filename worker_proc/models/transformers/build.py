@@ -6,8 +6,8 @@ Code beside a checkpoint (``auto_map``) is never run, and nothing is downloaded.
 import json
 import os
 import re
-from collections.abc import Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Set
+from contextlib import suppress
 from inspect import Parameter, signature
 from typing import Any
 
@@ -161,15 +161,9 @@ def settings_of(base: Any) -> dict[str, Any]:
     return {"use_cache": False} if takes_any or "use_cache" in names else {}
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the library's advice for people who call it themselves out of Quire's log."""
+def be_quiet() -> None:
+    """Keep the library's advice for people who call it themselves out of this process's log."""
     from transformers.utils import logging
 
     set_verbosity: Any = logging.set_verbosity
-    before = logging.get_verbosity()
     set_verbosity(40)  # ERROR of the standard library
-    try:
-        yield
-    finally:
-        set_verbosity(before)

@@ -21,8 +21,8 @@ from quire.worker_proc.models.transformers.build import (
     Unservable,
     allocate,
     base_of,
+    be_quiet,
     build_module,
-    quiet,
     read_settings,
     settings_of,
 )
@@ -327,8 +327,8 @@ def answer(question: bytes) -> bytes:
     """Return the measured layout of a ``config.json``, or why there is none."""
     found: MeasuredConfig | Refused
     try:
-        with quiet():
-            found = measure(question.decode())
+        be_quiet()
+        found = measure(question.decode())
     except Unservable as reason:
         found = Refused(str(reason))
     except Exception as error:  # the library, of which any release may raise anything for a hostile config

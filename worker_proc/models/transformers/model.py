@@ -19,8 +19,8 @@ from quire.worker_proc.models.transformers.attention import SERVED, Step, connec
 from quire.worker_proc.models.transformers.build import (
     allocate,
     base_of,
+    be_quiet,
     build_module,
-    quiet,
     read_settings,
     settings_of,
 )
@@ -68,12 +68,12 @@ class TransformersModel(Model):
         self.measured = measured
         _check_version(measured.version)
         register(SERVED)
-        with quiet():
-            self.module = build_module(read_settings(measured.settings), build.activation_dtype, SERVED)
-            self.division = divide(self.module, build.parallel) if build.parallel.size > 1 else Division()
-            self.products = Products(self.module, measured.replaceable, build, self.division)
-            if str(build.device) != "meta":
-                allocate(self.module, build.device, self.products.weights)
+        be_quiet()
+        self.module = build_module(read_settings(measured.settings), build.activation_dtype, SERVED)
+        self.division = divide(self.module, build.parallel) if build.parallel.size > 1 else Division()
+        self.products = Products(self.module, measured.replaceable, build, self.division)
+        if str(build.device) != "meta":
+            allocate(self.module, build.device, self.products.weights)
         use_gates(self.module, self.products.joined, build.ops)
         self.products.install()
         use_norms(self.module, build.ops, build.activation_dtype)

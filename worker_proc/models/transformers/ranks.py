@@ -22,8 +22,8 @@ from quire.worker_proc.models.transformers.build import (
     Unservable,
     allocate,
     base_of,
+    be_quiet,
     build_module,
-    quiet,
     read_settings,
     settings_of,
 )
@@ -218,8 +218,8 @@ def answer(question: bytes) -> bytes:
     asked = msgspec.msgpack.decode(question, type=DivisionQuestion)
     found: MeasuredConfig | Refused
     try:
-        with quiet():
-            found = divided(asked.measured, asked.ranks)
+        be_quiet()
+        found = divided(asked.measured, asked.ranks)
     except Unservable as reason:
         found = Refused(str(reason))
     return msgspec.msgpack.encode(found)
