@@ -72,6 +72,7 @@ class TierCopies:
         on_host = load.page_ids < self._num_host_pages
         tokens = {}
         for tier, chosen in (("host", numbers[on_host]), ("disk", numbers[~on_host])):
-            counts: list[int] = np.bincount(chosen, minlength=len(groups)).tolist()
+            # Without the parts of states, which are in groups behind these.
+            counts: list[int] = np.bincount(chosen, minlength=len(groups))[: len(groups)].tolist()
             tokens[tier] = max(count * group.block_size for count, group in zip(counts, groups, strict=True))
         return tokens

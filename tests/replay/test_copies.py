@@ -8,7 +8,7 @@ from scheduler_driver import make_config, make_layout
 
 from quire.bench.measure.shapes import SHAPES
 from quire.kernels.cpu.pages.page_moves import BlockGroup
-from quire.protocol.model.kv_layout import kv_layout
+from quire.protocol.model.kv_layout import StateTensor, kv_layout
 from quire.protocol.wire.transfer_messages import MoveBlocks, MoveKind
 from quire.replay.costs.chips import find_chip
 from quire.replay.costs.copies import NO_TIERS, CopyClock, CopyRates, Tiers, copy_rates, page_bytes
@@ -134,6 +134,17 @@ class TestSimulation:
         assert disk["hit_tokens"] == 4 * disk["num_loaded"] > 0
         alone = simulated(calls, Tiers(0, 1000, CopyRates(1e6), 301), 100)
         assert alone.tiers.keys() == {"disk"} and alone.tiers["disk"]["hit_tokens"] > 0
+
+    def test_states_are_loaded_with_the_blocks_before_them(self) -> None:
+        """Prompts of 37 tokens, with states at position 32 in eight slots."""
+        states = [StateTensor("0", "state 0", (300,), "float32")]
+        layout = msgspec.structs.replace(make_layout(CONFIG), states=states, state_chunk=8)
+        config = msgspec.structs.replace(CONFIG, state_slots=8, enable_chunked_prefill=True)
+        setup = Setup(config, layout, BLOCKS, tiers=Tiers(400, 1000, CopyRates(1e6)))
+        calls = turns(*range(0, 2800, 100), contents=14)
+        record = Simulator(setup, SLOW, OpenLoop(calls), RunRecord(block_size=4)).run()
+        assert layout.num_state_parts == 5
+        assert [run.num_cached_tokens for run in record.requests] == [0] * 14 + [32] * 14
 
     def test_a_load_that_is_late_is_computed(self) -> None:
         record = simulated(self.CALLS, Tiers(41, 1000, CopyRates(1000.0, host_seconds=LOAD_LIMIT_S)), 32)
