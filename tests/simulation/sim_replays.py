@@ -3,6 +3,7 @@
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from fake_worker import first_read
 from lines_in_memory import numbered, record_log
 from log_replay import plain_scheduler, replay
 from sim_violation import Violation
@@ -51,7 +52,7 @@ def longest_hit(kv: KVCacheManager, request: Any) -> int:
     unit = lcm(*(group.block_size for group in groups))
 
     def is_usable(length: int, number: int, group: KVGroup) -> bool:
-        first = 0 if group.kind == "full_attention" else max(0, length - group.window + 1)
+        first = first_read(group, length)
         last = {position // group.block_size for position in range(first, length)}
         ends = [(index + 1) * group.block_size // kv.block_size - 1 for index in last]
         return all(group_key(request.block_hashes[end], number) in cached for end in ends)

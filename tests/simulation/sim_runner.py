@@ -46,7 +46,7 @@ class Oracle:
         self._answers: dict[int, tuple[int, int]] = {}
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (2, num_blocks, 1)
+        return (2, num_blocks, num_kv_heads, block_size, head_dim)  # of zero pages, which nothing reads
 
     def attention_shape(self, layer: int) -> None:
         return None  # no layer has queries
