@@ -52,9 +52,9 @@ class Load:
     pages: list[tuple[Tier, KVCacheBlock]]
     keys: list[bytes]
     hold: int
-    state_hold: int
-    num_parts: int
     choice: LoadChoice
+    state_hold: int = 0
+    num_parts: int = 0
     request: Request | None = None
     is_late: bool = False
     is_void: bool = False
@@ -244,7 +244,7 @@ class Transfers(Feature):
             # A page that is read must not be filled with another content meanwhile.
             tier.pages.touch(page for of, page in found.pages if of is tier)
         number = self._numbers.next()
-        load = Load(number, targets, found.pages, found.keys, hold, state_hold, found.num_parts, choice)
+        load = Load(number, targets, found.pages, found.keys, hold, choice, state_hold, found.num_parts)
         self._open[load.number] = load
         ids = [block.block_id for block in targets]
         self._loads.append(move_blocks(load.number, MoveKind.LOAD, ids, tiers, pages, found.keys))

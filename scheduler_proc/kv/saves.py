@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from quire.protocol.block_hash import split_keys
+from quire.protocol.block_hash import split_key, split_keys
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks, MoveKind
 from quire.scheduler_proc.kv.block import KVCacheBlock
@@ -119,7 +119,7 @@ class Save:
     """A copy that was decided and is not complete.
 
     Attributes:
-        blocks, names: sources, and their contents.
+        blocks: sources.
         pages, keys: targets, ``num_pages`` of the route for each block, and their contents.
         hold: number of the hold of the sources.
         after_step: the newest step when it was decided.
@@ -131,10 +131,16 @@ class Save:
     blocks: list[KVCacheBlock]
     pages: list[KVCacheBlock]
     keys: list[bytes]
-    names: list[bytes]
     hold: int
     after_step: int
     answered: frozenset[int] | None = None
+
+    @property
+    def names(self) -> list[bytes]:
+        """The contents of the sources."""
+        if self.route.states is None:
+            return self.keys
+        return [split_key(key)[0] for key in self.keys[:: self.route.num_pages]]
 
 
 class Saves:
@@ -237,7 +243,7 @@ class Saves:
         # A demotion keeps the generation of its content, because workers compare the page's header with it, and the
         # bytes are copied as they are.
         target.generations[ids] = number if source is None else source.generations[[b.block_id for b in blocks]]
-        save = Save(number, route, blocks, pages, keys, names, route.holds.hold_sources(blocks), sent)
+        save = Save(number, route, blocks, pages, keys, route.holds.hold_sources(blocks), sent)
         route.num_open += len(blocks)
         self._open[number] = save
         return save

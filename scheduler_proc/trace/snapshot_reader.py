@@ -11,6 +11,8 @@ import enum
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, is_dataclass
+from dataclasses import fields as fields_of
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -272,6 +274,10 @@ class _Reader:
             parts = {field: value for field, value in zip(fields, values, strict=True) if field and value is not ABSENT}
             if isinstance(made, Request) and "parts" not in parts:
                 self._bring_up_to_date(parts)
+            if is_dataclass(made) and number not in self._own:  # what an earlier Quire did not have
+                for each in fields_of(made):
+                    if each.name not in parts and each.default is not MISSING:
+                        object.__setattr__(made, each.name, each.default)
             for name, value in parts.items():
                 self._set(number, name, value)
             if isinstance(made, Request):

@@ -204,8 +204,8 @@ def test_states_follow_the_dtype_unless_they_are_wider() -> None:
     assert isinstance(found, MeasuredConfig) and len(found.layers) == 2
     first = [(state.module, state.kind, state.shape, state.dtype) for state in found.states[:2]]
     assert first == [
-        ("model.layers.0.linear_attn", "conv", (64, 4), ""),
-        ("model.layers.0.linear_attn", "recurrent", (4, 8, 8), "float32"),
+        ("model.layers.0.linear_attn", "conv", (128, 4), ""),
+        ("model.layers.0.linear_attn", "recurrent", (4, 16, 16), "float32"),
     ]
 
 
