@@ -191,14 +191,16 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         # A fixed point: the length only falls, so it ends after at most one round per block, and usually after two.
         # Intersecting the sets of lengths of all groups would look at every block of every group.
         length = max_length // self.alignment * self.alignment
-        states, is_first = self._states, True
+        states = self._states
+        if states is not None:
+            states.offered = 0
         while length > 0:
             candidate = length
             for index in self._order:
                 length = self._shorten(hits, index, block_hashes, length, contents)
             length = length // self.alignment * self.alignment
             if states is not None:
-                states.offered, is_first = length if is_first else states.offered, False
+                states.offered = max(states.offered, length)  # of the first round: later ones are shorter
                 length = states.longest(block_hashes, length, None if contents is self.pool else contents)
             if length == candidate:
                 return tuple(hit or [] for hit in hits), length

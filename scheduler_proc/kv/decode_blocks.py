@@ -6,8 +6,9 @@ from typing import NamedTuple, Protocol
 
 from quire.protocol.block_hash import group_suffix
 from quire.scheduler_proc.kv.block import KVCacheBlock
+from quire.scheduler_proc.kv.cache_request import CacheRequest
 from quire.scheduler_proc.kv.events import KVEventRecorder
-from quire.scheduler_proc.kv.manager import CacheRequest, KVCacheManager
+from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.windowed import SlidingWindowManager
 
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from quire.scheduler_proc.kv.block import KVCacheBlock
-from quire.scheduler_proc.kv.manager import CacheRequest, KVCacheManager
+from quire.scheduler_proc.kv.cache_request import CacheRequest
+from quire.scheduler_proc.kv.manager import KVCacheManager
 from quire.scheduler_proc.kv.tiers import Tier
 
 

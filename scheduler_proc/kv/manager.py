@@ -3,7 +3,6 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 
@@ -11,8 +10,8 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.arrays import Int32
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.cache_request import CacheRequest
 from quire.scheduler_proc.kv.coordinator import GroupBlocks, make_coordinator
-from quire.scheduler_proc.kv.events import Span
 from quire.scheduler_proc.kv.forks import BlockForks
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.states import StateSlots
@@ -21,37 +20,6 @@ from quire.scheduler_proc.kv.tiers import AnyTier, DiskTier, Tier, host_tier
 _BLOCK_ID = attrgetter("block_id")
 _MANY_TOKENS = 2**31 - 1
 """Upper bound for a request's positions, when no group needs more blocks for more positions."""
-
-
-class CacheRequest(Protocol):
-    """The view of a request that this package needs.
-
-    Attributes:
-        block_hashes: hashes of its known tokens, in units of ``KVCacheManager.block_size``.
-        num_tokens: known tokens.
-        num_computed_tokens: positions of all steps sent; 0 after a preemption.
-        num_acknowledged_tokens: positions whose results have arrived, cache hits included; at most
-            ``num_computed_tokens``, and 0 after a preemption.
-        skip_reading_prefix_cache: whether all positions must be computed.
-        account: the account whose share of the pool its blocks count for.
-        span: returns its known tokens from index ``start`` up to ``end``; called only when events have them.
-    """
-
-    @property
-    def handle(self) -> int: ...
-    @property
-    def block_hashes(self) -> Sequence[bytes]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-    @property
-    def num_acknowledged_tokens(self) -> int: ...
-    @property
-    def skip_reading_prefix_cache(self) -> bool: ...
-    @property
-    def account(self) -> int: ...
-    def span(self, start: int, end: int) -> Span: ...
 
 
 class KVCacheManager:

@@ -8,29 +8,14 @@ position as its name, and is free from the moment it has one: it is evicted like
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from quire.protocol.block_hash import group_key
 from quire.protocol.model.kv_layout import KVLayout
 from quire.scheduler_proc.kv.block import KVCacheBlock
 from quire.scheduler_proc.kv.block_pool import BlockPool
+from quire.scheduler_proc.kv.cache_request import CacheRequest
 from quire.scheduler_proc.kv.holds import Holds
 from quire.scheduler_proc.kv.single_type import Contents
-
-
-class StateRequest(Protocol):
-    """The view of a request that this module needs; attributes as of ``CacheRequest``."""
-
-    @property
-    def handle(self) -> int: ...
-    @property
-    def block_hashes(self) -> Sequence[bytes]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_computed_tokens(self) -> int: ...
-    @property
-    def account(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -159,7 +144,7 @@ class StateSlots:
         self._shared.discard(slot.block_id)
         self._name(slot, key)
 
-    def begin(self, request: StateRequest, num_computed: int) -> None:
+    def begin(self, request: CacheRequest, num_computed: int) -> None:
         """Give a request its slot, with the checkpoint at ``num_computed`` if that is not 0. ``has_room`` must hold."""
         hit: KVCacheBlock | None = None
         if num_computed:
@@ -180,7 +165,7 @@ class StateSlots:
             self._superseded.discard(hit.block_id)
             self._copies.append(_Copy(hit, slot, is_ready=True, held=hit, supersedes=supersedes))
 
-    def stops(self, request: StateRequest, num_computed: int) -> list[int]:
+    def stops(self, request: CacheRequest, num_computed: int) -> list[int]:
         """Return where the prefill of a request that begins at ``num_computed`` takes checkpoints."""
         if not (self.pool.enable_caching and self._takes_chunks):
             return []
@@ -192,14 +177,14 @@ class StateSlots:
         """Return the next position after ``num_computed`` at which a prefill must end a chunk; 0 if there is none."""
         return next((at for at in self._stops.get(handle, ()) if at > num_computed), 0)
 
-    def keep_due(self, requests: Iterable[StateRequest]) -> None:
+    def keep_due(self, requests: Iterable[CacheRequest]) -> None:
         """Call ``keep`` for the requests at a position for a checkpoint."""
         grid = self.grid
         for request in requests:
             if not request.num_computed_tokens % grid:
                 self.keep(request)
 
-    def keep(self, request: StateRequest) -> None:
+    def keep(self, request: CacheRequest) -> None:
         """Take a checkpoint of a request's state, if it is at a position for one and a slot is free."""
         at, handle, hashes = request.num_computed_tokens, request.handle, request.block_hashes
         if at % self.grid or not self.pool.enable_caching or not 0 < at <= len(hashes) // self._hashes * self.grid:
@@ -259,7 +244,7 @@ class StateSlots:
             self.pool.evict_first(superseded)
         return [(copy.source.block_id, copy.target.block_id) for copy in taken]
 
-    def free(self, request: StateRequest) -> None:
+    def free(self, request: CacheRequest) -> None:
         """Free the slot of a request, if it has one. Its checkpoints stay."""
         handle, hashes = request.handle, request.block_hashes
         slot = self._working.pop(handle, None)
@@ -281,7 +266,7 @@ class StateSlots:
             self.pool.free_blocks((saved,))
         self.pool.free_blocks((slot,))
 
-    def invalidate(self, request: StateRequest, num_kept_tokens: int, tiers: Sequence[BlockPool] = ()) -> None:
+    def invalidate(self, request: CacheRequest, num_kept_tokens: int, tiers: Sequence[BlockPool] = ()) -> None:
         """Invalidate the checkpoints of a request's tokens after the first ``num_kept_tokens``, also in ``tiers``."""
         hashes = request.block_hashes
         first, end = num_kept_tokens // self.grid + 1, len(hashes) // self._hashes
