@@ -1,0 +1,87 @@
+"""Messages about items: rows of a prompt that come from an image or from the client, in place of tokens' embeddings.
+
+An item is identified by the digest of its content, never by a name that a client gives.
+"""
+
+import msgspec
+
+from quire.protocol.wire.link_messages import Message
+
+ITEM_DIGEST_BYTES = 32
+"""Length of a digest: SHA-256."""
+
+
+class InputItem(msgspec.Struct, array_like=True, frozen=True):
+    """An item of a prompt.
+
+    Attributes:
+        digest: of an image: of its pixels, size, mode and the processor's settings; of given rows: of their bytes.
+        ranges: (first position, number of positions) that take its rows, in the order of the rows, ascending. Tokens of
+            the prompt may stand between two of them.
+        path: safetensors file in shared memory with what every rank reads to encode it. It exists while a request
+            with this path has not ended.
+        kind: image, or rows (given by the client as they are).
+        grid: patches of an image in time, height and width, from which some families compute positions; or empty.
+    """
+
+    digest: bytes
+    ranges: list[tuple[int, int]]
+    path: str
+    kind: str = "image"
+    grid: tuple[int, int, int] | tuple[()] = ()
+
+    @property
+    def begin(self) -> int:
+        """Its first position."""
+        return self.ranges[0][0]
+
+    @property
+    def end(self) -> int:
+        """The position behind its last one."""
+        return sum(self.ranges[-1])
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for _, count in self.ranges)
+
+
+class RowItem(msgspec.Struct, array_like=True, frozen=True):
+    """An item as a worker's row has it. ``number``: of its Encode; the rows are there in each step that needs them."""
+
+    number: int
+    ranges: list[tuple[int, int]]
+    grid: tuple[int, int, int] | tuple[()] = ()
+
+
+class Encode(Message, frozen=True, tag=38):
+    """Compute the rows of an item and keep them, beside the steps; every rank answers with Encoded.
+
+    No step uses the rows before every rank has answered, and no step that is not answered uses those that are dropped.
+
+    Attributes:
+        number: identifies the rows in ``NewRequestData``; from 1, never reused for another content in a worker epoch.
+        num_rows: number of rows that the item must have.
+        dropped: numbers of the items whose rows are freed first.
+    """
+
+    number: int
+    digest: bytes
+    path: str
+    kind: str
+    num_rows: int
+    dropped: list[int] = []
+
+
+class Encoded(Message, frozen=True, tag=53):
+    """The end of an Encode on one rank.
+
+    Attributes:
+        problem: why it has no rows, in one line, or empty.
+        num_bytes: bytes of the rows in this rank's memory.
+        seconds: duration, without the time in the worker's queue.
+    """
+
+    number: int
+    problem: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
