@@ -33,6 +33,8 @@ class StoredImage:
         grid: patches in time, height and width, if the processor gives them.
         width, height: pixels of the image as the client sent it, upright.
         num_bytes: size of the file.
+        placeholder: text by which a chat template writes an image (``image_token`` of the processor), which
+            ``expansion`` replaces.
     """
 
     digest: bytes
@@ -43,6 +45,7 @@ class StoredImage:
     width: int
     height: int
     num_bytes: int
+    placeholder: str
 
 
 @dataclass(frozen=True, eq=False)
