@@ -67,6 +67,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
         max_model_len: maximum number of tokens of one request, prompt and output together.
         max_num_seqs: maximum number of requests in one step.
         max_num_batched_tokens: maximum number of tokens in one step.
+        encoder_cache_tokens: rows of images and given embeddings that the encoder cache holds; 0: requests have none.
         num_blocks_override: number of KV blocks, without the null block; 0 uses as many as fit into memory.
         kv_cache_memory_bytes: size of the KV pool; 0 uses the device's default.
         priority_range: lowest and highest priority of a request, or None for any.
@@ -100,6 +101,7 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    encoder_cache_tokens: int = 0
     num_blocks_override: int = 0
     kv_cache_memory_bytes: int = 0
     priority_range: tuple[int, int] | None = None
@@ -142,6 +144,13 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
     def uses_nodes(self) -> bool:
         """Whether the workers run on nodes."""
         return any(place.node for place in self.ranks)
+
+    @property
+    def item_kinds(self) -> tuple[str, ...]:
+        """Kinds of ``InputItem`` that requests may have. Nodes do not reach the memory in which their files are."""
+        if not self.encoder_cache_tokens or self.uses_nodes:
+            return ()
+        return ("image",) * (self.model.vision is not None) + ("rows",) * self.enable_prompt_embeds
 
     def sharing(self, rank: int) -> tuple[int, int]:
         """Return how many ranks of this engine, and how many engines, share cores and memory of a rank's machine."""

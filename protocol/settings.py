@@ -200,6 +200,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
 
+    enable_prompt_embeds: Annotated[
+        bool,
+        Setting(
+            MEMORY,
+            "take prompts that are given as embeddings",
+            not_with=(ENCODERS, NODES),
+        ),
+    ] = False
+
     enable_lora: Annotated[
         bool,
         Setting(

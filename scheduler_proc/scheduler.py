@@ -14,6 +14,7 @@ from quire.scheduler_proc.features.beams.beams import Beams
 from quire.scheduler_proc.features.drafts.drafting import check_drafts_fit
 from quire.scheduler_proc.features.drafts.drafts import Drafts
 from quire.scheduler_proc.features.forks import Forks
+from quire.scheduler_proc.features.items.items import Items
 from quire.scheduler_proc.features.pooling import Pooling
 from quire.scheduler_proc.features.programs.programs import Programs
 from quire.scheduler_proc.features.result_bytes import ResultBytes
@@ -34,6 +35,7 @@ class Scheduler(BareScheduler):
     beams: Beams
     drafts: Drafts
     forks: Forks
+    items: Items
     pooling: Pooling
     programs: Programs
     result_bytes: ResultBytes
@@ -84,6 +86,7 @@ class Scheduler(BareScheduler):
             Suspects(core),
             Adapters(core),
             Transfers(core, self._costs),
+            Items(core),
             States(core),
             Tenants(core),
             Drafts(core),

@@ -15,7 +15,7 @@ from quire.launch.config.end_tokens import with_end_tokens
 from quire.launch.config.implementation import check_implementation, for_ranks, read_model
 from quire.launch.config.model_defaults import chat_template_source, closes_objects, sampling_defaults
 from quire.launch.config.model_folder import find_model
-from quire.launch.config.options import EngineOptions
+from quire.launch.config.options import DEFAULT_ENCODER_CACHE, EngineOptions
 from quire.launch.config.pooling import for_model
 from quire.launch.config.sampling_options import check_grammar_library, check_processor_names, thinking_markers
 from quire.launch.config.speculative import parse_speculative
@@ -86,6 +86,7 @@ def make_engine_config(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
+        encoder_cache_tokens=_encoder_cache_tokens(options, model),
         num_blocks_override=options.num_gpu_blocks_override or 0,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes or 0,
         priority_range=parse_priority_range(options.priority_range),
@@ -294,6 +295,21 @@ def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cp
         least = max_num_seqs if options.enable_chunked_prefill else max(max_num_seqs, max_model_len)
         check_range("max_num_scheduled_tokens", options.max_num_scheduled_tokens, least, batched)
     return max_model_len, max_num_seqs, batched
+
+
+def _encoder_cache_tokens(options: EngineOptions, model: ModelConfig) -> int:
+    """Return the rows that the encoder cache holds, none if requests can have no items."""
+    wanted = options.encoder_cache_tokens
+    if model.vision is None and not options.enable_prompt_embeds:
+        if wanted:
+            raise ConfigError(
+                f"--encoder-cache-tokens {wanted} needs a model that reads images, or --enable-prompt-embeds, and "
+                f"{model.architecture} reads text only: omit the flag"
+            )
+        return 0
+    if wanted == 0 and options.enable_prompt_embeds:
+        raise ConfigError("--enable-prompt-embeds needs --encoder-cache-tokens of at least 1 (got 0): omit that flag")
+    return DEFAULT_ENCODER_CACHE if wanted is None else wanted
 
 
 def _check_ranks(model: ModelConfig, size: int) -> None:

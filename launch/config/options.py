@@ -12,6 +12,9 @@ from quire.launch.config.sampling_options import processor_name
 from quire.protocol.errors import ConfigError
 from quire.protocol.settings import MEMORY, MODEL, SAMPLING, SCHEDULING, TRACES, VECTORS_ONLY, EngineSettings, Setting
 
+DEFAULT_ENCODER_CACHE = 16384
+"""Rows: four images of the largest usual size."""
+
 
 class EngineOptions(EngineSettings, frozen=True, kw_only=True):
     """All settings of the engine. Those declared here are resolved before the engine starts; None: not given."""
@@ -109,6 +112,17 @@ class EngineOptions(EngineSettings, frozen=True, kw_only=True):
             "token budget: maximum number of tokens per step",
             default="8192; 2048 on a CPU",
             unit="tokens",
+        ),
+    ] = None
+    encoder_cache_tokens: Annotated[
+        int | None,
+        Setting(
+            MEMORY,
+            "rows of images and of given embeddings that the encoder cache holds, so that an image of several requests "
+            "or turns is encoded once; no image may have more. 0: the server takes text only",
+            range=(0, 2**24),
+            unit="tokens",
+            default=f"{DEFAULT_ENCODER_CACHE} for a model that reads images, and with --enable-prompt-embeds",
         ),
     ] = None
     num_gpu_blocks_override: Annotated[

@@ -37,6 +37,7 @@ from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.model.pooling_files import read_pooling, scores_by_tokens
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes, yarn_factor
+from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.model.weight_format import WeightFormat
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *ENCODERS)
@@ -120,6 +121,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         latent: its attention is over latents, one per token, of ``head_dim`` numbers and one KV head; None: over keys
             and values.
         extra_layers: layers after the last one, which predict further tokens and are not read.
+        vision: what its vision tower means for prompts; None: it reads text only.
     """
 
     architecture: str
@@ -167,6 +169,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     transformers: MeasuredConfig | None = None
     latent: LatentConfig | None = None
     extra_layers: int = 0
+    vision: VisionConfig | None = None
 
     @property
     def implementation(self) -> str:

@@ -9,6 +9,7 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterRef, UnloadAdapter
 from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.item_messages import InputItem
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.side_rows import SideRows
 from quire.protocol.wire.timeline import TimelineEvent
@@ -58,8 +59,10 @@ class AddRequest(Message, frozen=True, tag=10):
     """Whether it is the last turn of its job."""
     adapter: AdapterRef | None = None
     """The LoRA adapter that it uses; a forked request has that of its parent."""
-    mm_features: list[bytes] = []  # Reserved, as the next one: rejected unless left at the default.
-    kv_transfer: bytes = b""
+    items: list[InputItem] = []
+    """Images and given embeddings at positions of its prompt, in ascending order; a forked request has those of its
+    parent."""
+    kv_transfer: bytes = b""  # Reserved: rejected unless left at the default.
     tenant: int = 0
     """Tenant number from 1, or 0 for none; admission is fair among tenants."""
     resubmitted: bool = False

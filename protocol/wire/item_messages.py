@@ -28,7 +28,7 @@ class InputItem(msgspec.Struct, array_like=True, frozen=True):
     ranges: list[tuple[int, int]]
     path: str
     kind: str = "image"
-    grid: tuple[int, int, int] | tuple[()] = ()
+    grid: tuple[int, ...] = ()
 
     @property
     def begin(self) -> int:
@@ -50,7 +50,7 @@ class RowItem(msgspec.Struct, array_like=True, frozen=True):
 
     number: int
     ranges: list[tuple[int, int]]
-    grid: tuple[int, int, int] | tuple[()] = ()
+    grid: tuple[int, ...] = ()
 
 
 class Encode(Message, frozen=True, tag=38):
@@ -72,7 +72,7 @@ class Encode(Message, frozen=True, tag=38):
     dropped: list[int] = []
 
 
-class Encoded(Message, frozen=True, tag=53):
+class Encoded(Message, frozen=True, tag=54):
     """The end of an Encode on one rank.
 
     Attributes:

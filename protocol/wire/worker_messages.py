@@ -10,6 +10,7 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.arrays import Int32
+from quire.protocol.wire.item_messages import Encode, Encoded, RowItem
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.side_rows import SideRows
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages, MoveBlocks
@@ -44,6 +45,8 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
         adapter: number of its adapter (``LoadAdapter``); 0 for none. The adapter is in a slot in each step that
             computes the request, and may be in none while the request is parked.
         pooling: what its prompt is turned into; the row then samples nothing, and ends with its last token.
+        items: images and given embeddings of its prompt that have positions to compute, in ascending order. Where the
+            grids of images decide positions (``VisionConfig.mrope_section``), all of them.
     """
 
     handle: int
@@ -56,6 +59,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
     seed: int
     adapter: int = 0
     pooling: PoolingParams | None = None
+    items: list[RowItem] = []
 
     @property
     def samples(self) -> bool:
@@ -259,6 +263,7 @@ SchedulerToWorker: TypeAlias = (
     | DiskPages
     | MoveBlocks
     | LoadAdapter
+    | Encode
     | Shutdown
 )
 WorkerToScheduler: TypeAlias = (
@@ -272,4 +277,5 @@ WorkerToScheduler: TypeAlias = (
     | BlocksMoved
     | DiskContents
     | AdapterLoaded
+    | Encoded
 )

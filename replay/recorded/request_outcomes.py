@@ -5,6 +5,7 @@ from typing import assert_never
 
 from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, CallsTool, Control, Ended, EndReason, Stop, TenantService
+from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.lines import (
@@ -207,7 +208,7 @@ class RequestOutcomes:
                         self._end(key, "aborted")
             case Control() | BlocksMoved() | DiskContents() | LoadLate() | AdapterLoaded() | UnloadAdapter():
                 pass  # the trace does not have which requests a failed load ends: they stay unfinished
-            case CallsTool() | Clock() | HostMemory() | TenantService():
+            case CallsTool() | Clock() | HostMemory() | TenantService() | Encoded():
                 pass
             case _:
                 assert_never(event)

@@ -68,10 +68,8 @@ def check_fields(event: AddRequest, config: EngineConfig) -> None:
     _check_sampling(event.sampling, config)
     if not 0 <= event.seed < 2**64:
         raise Refusal("invalid_value", "seed", f"seed must be from 0 to {2**64 - 1} (got {event.seed})")
-    reserved = ("mm_features", "kv_transfer")
-    used = [name for name in reserved if getattr(event, name)]
-    if used:
-        raise Refusal("unsupported", "", f"request uses fields reserved for later versions: {', '.join(used)}")
+    if event.kv_transfer:
+        raise Refusal("unsupported", "", "request uses a field reserved for later versions: kv_transfer")
 
 
 def _check_sampling(sampling: SamplingParams, config: EngineConfig) -> None:

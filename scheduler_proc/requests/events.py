@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Stop, TenantService
+from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -77,6 +78,7 @@ Consumed: TypeAlias = (
     | LoadLate
     | HostMemory
     | AdapterLoaded
+    | Encoded
     | UnloadAdapter
     | TenantService
 )

@@ -18,6 +18,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Ended, Stop, TenantService
+from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
@@ -135,6 +136,7 @@ OtherEvent: TypeAlias = (
     | LoadLate
     | HostMemory
     | AdapterLoaded
+    | Encoded
     | UnloadAdapter
     | TenantService
 )

@@ -1,5 +1,6 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
+from hashlib import sha256
 from typing import Any, TypeAlias
 
 import msgspec
@@ -11,6 +12,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef
 from quire.protocol.wire.arrays import NO_TOKENS, Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended
+from quire.protocol.wire.item_messages import Encoded, InputItem
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
@@ -74,6 +76,8 @@ def keyframe_line(now: float, scheduler: Scheduler, header: TraceHeader) -> Keyf
     def public(each: Any) -> Any:
         if isinstance(each, AdapterRef):
             return without_folder(each)
+        if isinstance(each, InputItem):
+            return with_short_path(each)
         return scheduling_params(each) if isinstance(each, SamplingParams) else each
 
     state, _ = take(scheduler, public)
@@ -172,6 +176,7 @@ def without_texts(event: AddRequest, *, prompts: bool = False) -> AddRequest:
         cache_salt="",
         sampling=scheduling_params(event.sampling),
         adapter=None if event.adapter is None else without_folder(event.adapter),
+        items=[with_short_path(item) for item in event.items],
         hint="",
         num_forked_tokens=0,
     )
@@ -179,6 +184,11 @@ def without_texts(event: AddRequest, *, prompts: bool = False) -> AddRequest:
 
 def without_folder(adapter: AdapterRef) -> AdapterRef:
     return msgspec.structs.replace(adapter, path="")
+
+
+def with_short_path(item: InputItem) -> InputItem:
+    """Return the item with a hash of its path, by which a replay knows the items with the same file."""
+    return msgspec.structs.replace(item, path=sha256(item.path.encode()).hexdigest()[:16])
 
 
 def scheduling_params(sampling: SamplingParams) -> SamplingParams:
@@ -206,6 +216,8 @@ def event_line(now: float, client: int, event: OtherEvent, hashes: Hashes) -> Ev
             event = Fail(event.request_id, event.detail.split(":", 1)[0])
         case AdapterLoaded(problem=problem) if problem:
             event = msgspec.structs.replace(event, problem="not loaded")
+        case Encoded(problem=problem) if problem:
+            event = msgspec.structs.replace(event, problem="not encoded")
         case BlocksMoved():
             event = msgspec.structs.replace(event, reason="")
         case DiskContents():

@@ -24,6 +24,7 @@ STATUS_OF_CODE = {
     "invalid_structured_outputs": 400,
     "thread_unsupported_request": 400,
     "invalid_adapter": 400,
+    "item_too_large": 400,
     "job_ended": 400,
     "priority_not_allowed": 403,
     "model_not_found": 404,
@@ -42,6 +43,7 @@ STATUS_OF_CODE = {
     "queue_full": 503,
     "loading": 503,
     "adapter_not_loaded": 503,
+    "image_not_encoded": 500,
 }
 # HTTP status by the code that begins the detail of a request's ERROR end; 500 for any other.
 STATUS_OF_FAILURE = {
@@ -50,6 +52,7 @@ STATUS_OF_FAILURE = {
     "engine_fault": 500,
     "server_shutdown": 503,
     "adapter_not_loaded": 503,
+    "image_not_encoded": 500,
 }
 # Retry-After in seconds, for codes where a retry can succeed.
 RETRY_AFTER_S = {

@@ -10,6 +10,7 @@ from side_parts import side_rows
 
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.item_messages import InputItem
 from quire.protocol.wire.logprobs import TokenLogprobs
 from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -85,7 +86,7 @@ def test_refuses_seed_out_of_range(seed: int) -> None:
 
 
 RESERVED: list[dict[str, Any]] = [
-    {"mm_features": [b"x"]},
+    {"items": [InputItem(bytes(32), [(0, 1)], "/a")]},
     {"adapter": AdapterRef("a", bytes(32), "/a")},
     {"kv_transfer": b"x"},
 ]

@@ -90,11 +90,8 @@ def test_each_field_of_a_request_is_public_or_blanked() -> None:
     """A new field of the message is written to traces unless ``without_texts`` blanks it: decide here."""
     blanked = {"prompt_token_ids", "output_token_ids", "cache_salt", "hint", "num_forked_tokens"}
     numbers = {"seed", "priority", "arrival", "tenant", "resubmitted", "is_last_step", "request_id", "job_id"}
-    converted = {"sampling", "adapter", "pooling", "forked_from"}
-    assert set(AddRequest.__struct_fields__) == blanked | numbers | converted | {
-        "mm_features",
-        "kv_transfer",
-    }  # the last are refused
+    converted = {"sampling", "adapter", "pooling", "forked_from", "items"}
+    assert set(AddRequest.__struct_fields__) == blanked | numbers | converted | {"kv_transfer"}  # the last is refused
     full = AddRequest("a", np.ones(2, np.int32), SamplingParams(), 1, np.ones(2, np.int32), cache_salt=SECRET, hint="h")
     public = without_texts(full)
     assert not any(np.size(getattr(public, name)) and getattr(public, name) for name in blanked - {"output_token_ids"})

@@ -76,6 +76,7 @@ def make_config(**settings: Any) -> EngineConfig:
         eos_token_ids=settings.pop("eos", []),
         generates=settings.pop("generates", True),
         pooling=settings.pop("pooling", None),
+        vision=settings.pop("vision", None),
         moe=EXPERTS if settings.get("enable_return_routed_experts") else None,
     )
     adaptive = settings.pop("adaptive", False)

@@ -1,0 +1,83 @@
+"""Validation of the items of an arrival. Each refusal names the value and its range."""
+
+from collections.abc import Sequence
+
+from quire.protocol.config import EngineConfig
+from quire.protocol.wire.item_messages import ITEM_DIGEST_BYTES, InputItem
+from quire.scheduler_proc.messages.arrivals import Refusal
+
+PARAMS = {"image": "messages", "rows": "prompt_embeds"}
+"""By kind of item, the field by which clients give it."""
+MAX_PATH = 4096
+MAX_RANGES = 4096
+"""Most ranges of an item: an image is at most some hundreds of tiles, between which a template has tokens."""
+
+
+def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: EngineConfig) -> None:
+    """Raise Refusal unless the engine can compute the rows of all items, and each has positions of its own.
+
+    Args:
+        num_prompt_tokens: positions that items may have.
+    """
+    end, kinds = 0, config.item_kinds
+    for item in items:
+        param = PARAMS.get(item.kind, "messages")
+        if item.kind not in kinds:
+            why = f"this engine takes {', '.join(kinds) or 'text only'} (got an item of the kind {item.kind[:20]!r})"
+            raise Refusal("unsupported", param, why)
+        if len(item.digest) != ITEM_DIGEST_BYTES:
+            text = f"the digest of an item must have {ITEM_DIGEST_BYTES} bytes (got {len(item.digest)})"
+            raise Refusal("invalid_value", param, text)
+        if len(item.path) > MAX_PATH:
+            text = f"the path of an item must have at most {MAX_PATH} characters (got {len(item.path)})"
+            raise Refusal("invalid_value", param, text)
+        if not 1 <= len(item.ranges) <= MAX_RANGES:
+            text = f"an item must have from 1 to {MAX_RANGES} ranges of positions (got {len(item.ranges)})"
+            raise Refusal("invalid_value", param, text)
+        if item.grid and (len(item.grid) != 3 or min(item.grid) < 1):
+            text = f"the grid of an item must have 3 numbers of at least 1, or none (got {item.grid[:4]})"
+            raise Refusal("invalid_value", param, text)
+        for first, count in item.ranges:
+            if first < end or count < 1 or first + count > num_prompt_tokens:
+                text = (
+                    "positions of items must be in ascending order, and of the prompt: from "
+                    f"{end} to {num_prompt_tokens - 1} (got {count} from {first} on)"
+                )
+                raise Refusal("invalid_value", param, text)
+            end = first + count
+        _check_size(item, param, config)
+
+
+def _check_size(item: InputItem, param: str, config: EngineConfig) -> None:
+    what = "an image" if item.kind == "image" else "a prompt given as embeddings"
+    if item.num_rows > config.encoder_cache_tokens:
+        text = (
+            f"{what} may have at most {config.encoder_cache_tokens} positions, the encoder cache of this engine (got "
+            f"{item.num_rows}): make it smaller, or raise --encoder-cache-tokens"
+        )
+        raise Refusal("item_too_large", param, text)
+    longest = longest_atom(item, config)
+    if longest > (most := most_atom_tokens(config)):
+        text = (
+            f"an image of this model must be computed in one step, which has room for {most} positions of it (got "
+            f"{longest}): make it smaller, or raise --max-num-batched-tokens"
+        )
+        raise Refusal("item_too_large", param, text)
+
+
+def is_atomic(item: InputItem, config: EngineConfig) -> bool:
+    """Whether a chunk of a prompt may not end inside a range of an item, because all of it attend to each other."""
+    return item.kind == "image" and config.model.vision is not None and not config.model.vision.is_causal
+
+
+def longest_atom(item: InputItem, config: EngineConfig) -> int:
+    """Return the positions of the longest part of an item that no chunk may divide; 0 without."""
+    return max(count for _, count in item.ranges) if is_atomic(item, config) else 0
+
+
+def most_atom_tokens(config: EngineConfig) -> int:
+    """Return the positions that a step always has for a prefill: those beside a token of each other request.
+
+    With fewer, a prefill could wait for as long as new requests arrive and decode.
+    """
+    return config.step_tokens - (config.max_num_seqs - 1)
