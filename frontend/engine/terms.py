@@ -42,6 +42,7 @@ class Terms:
             adapter=self.adapter,
             tenant=self.tenant,
             hint=self.job.hint,
+            items=[each.item for each in prompt.items],
         )
 
     def without_path(self, text: str) -> str:

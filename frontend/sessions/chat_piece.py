@@ -40,7 +40,7 @@ def whole_prompt(piece: Piece, prompt: Prompt | None, *, is_chat: bool) -> Promp
     Only what the template writes for this piece opens a thought.
     """
     if prompt is None:
-        return Prompt(piece.token_ids)
+        return Prompt(piece.token_ids, items=piece.items)
     num_before = len(piece.token_ids) - len(prompt.token_ids)
     plain = moved(prompt.plain_spans, num_before) if is_chat else ()
-    return replace(prompt, token_ids=piece.token_ids, text=None, plain_spans=plain)
+    return replace(prompt, token_ids=piece.token_ids, text=None, plain_spans=plain, items=piece.items)

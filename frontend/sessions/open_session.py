@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from quire.frontend.text.placed_items import PlacedItem
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.arrays import Int32
 
@@ -30,6 +31,7 @@ class OpenSession(msgspec.Struct, gc=False):
         end: what the tokens end with: ``TEXT``, the ``ANSWER`` of a chat, or the role of a chat's last message; ""
             for a session without tokens.
         is_busy: a piece is in flight.
+        items: images in the tokens, whose files exist as long as the session.
     """
 
     tenant: int
@@ -38,6 +40,7 @@ class OpenSession(msgspec.Struct, gc=False):
     num_pieces: int = 0
     end: str = ""
     is_busy: bool = False
+    items: tuple[PlacedItem, ...] = ()
 
     @property
     def token_ids(self) -> Int32:
@@ -46,6 +49,11 @@ class OpenSession(msgspec.Struct, gc=False):
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // 4
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tokens and of the files of its images. One image in two sessions counts in both."""
+        return len(self.tokens) + sum(item.content.num_bytes for item in self.items)
 
 
 def _ignore_end(num_bytes: int | None) -> None:
@@ -61,7 +69,7 @@ class Piece:
 
     Attributes:
         name: id of the session, which is also its job; "" for tokens that are kept without one.
-        token_ids: the request's prompt: all tokens so far, and those of the piece.
+        token_ids, items: the request's prompt: all so far, and those of the piece.
     """
 
     def __init__(
@@ -72,6 +80,7 @@ class Piece:
         max_model_len: int,
         *,
         end: str = TEXT,
+        items: Sequence[PlacedItem] = (),
         number: int | None = None,
         on_end: Callable[[int | None], None] = _ignore_end,
     ) -> None:
@@ -81,6 +90,7 @@ class Piece:
             token_ids: those of the piece alone.
             max_model_len: most tokens of prompt and answer together.
             end: what the session ends with if there is no answer; see ``OpenSession.end``.
+            items: those of the piece alone.
             number: number that the client gave the piece, or None.
             on_end: called when the piece is no longer in flight, with the bytes that the session has grown by; None if
                 it stayed as it was.
@@ -95,6 +105,7 @@ class Piece:
             text += f"have from 1 to {max_model_len - 1} (got {total})"
             raise InvalidRequest(text, "session", "context_length_exceeded" if total else "invalid_value")
         self.token_ids = np.concatenate([session.token_ids, np.array(token_ids, np.int32)])
+        self.items = (*session.items, *(item.moved(session.num_tokens) for item in items))
         self.name, self._session, self._number = name, session, session.num_pieces
         self._end, self._on_end = end, on_end
         self._answer: list[int] = []
@@ -119,8 +130,9 @@ class Piece:
         if finish_reason in KEPT_REASONS:
             session = self._session
             tokens = self.token_ids.tobytes() + np.array(self._answer, np.int32).tobytes()
-            self._num_bytes = len(tokens) - len(session.tokens)
-            session.tokens = tokens
+            num_new_bytes = sum(item.content.num_bytes for item in self.items[len(session.items) :])
+            self._num_bytes = len(tokens) - len(session.tokens) + num_new_bytes
+            session.tokens, session.items = tokens, self.items
             session.num_pieces += 1
             is_answered = bool(self._answer) and self._end != TEXT
             session.end = ANSWER if is_answered else self._end

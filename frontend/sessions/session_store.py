@@ -9,8 +9,8 @@ from quire.frontend.sessions.open_session import OpenSession
 from quire.protocol.errors import InvalidRequest, printable
 
 MAX_BYTES = 2**30
-"""Bytes of tokens of all sessions, from which on no piece is accepted. Without it, 10,000 sessions of a context of a
-million tokens would take 40 GB."""
+"""Bytes of tokens and images of all sessions, from which on no piece is accepted. Without it, 10,000 sessions of a
+context of a million tokens would take 40 GB."""
 
 
 class SessionStore:
@@ -42,11 +42,11 @@ class SessionStore:
         self._counts: Counter[int] = Counter()
         """Sessions by tenant."""
         self._bytes: Counter[int] = Counter()
-        """Bytes of tokens by tenant."""
+        """Bytes of tokens and images by tenant."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tokens of all sessions."""
+        """Bytes of the tokens and images of all sessions."""
         return self._bytes.total()
 
     @property
@@ -91,11 +91,11 @@ class SessionStore:
         return session
 
     def require_room(self, tenant: int) -> None:
-        """Raise InvalidRequest (too_many_sessions) if the tokens of all sessions have reached MAX_BYTES."""
+        """Raise InvalidRequest (too_many_sessions) if all sessions have MAX_BYTES."""
         while self.num_bytes >= MAX_BYTES:
             if not self._end_one_of_largest(self._bytes, tenant, 0):
-                text = f"the tokens of all open sessions have {self.num_bytes} bytes (limit {MAX_BYTES}): end one, or "
-                raise InvalidRequest(f"{text}retry later", "session", "too_many_sessions")
+                text = f"tokens and images of all open sessions have {self.num_bytes} bytes (limit {MAX_BYTES})"
+                raise InvalidRequest(f"{text}: end one, or retry later", "session", "too_many_sessions")
 
     def _end_one_of_largest(self, held: Counter[int], tenant: int, wanted: int) -> bool:
         """End the session that has been idle for longest, of the tenant that holds the most.
@@ -106,7 +106,7 @@ class SessionStore:
         if held[tenant] + wanted >= held[largest]:
             return False
         for session_id, session in self._sessions.items():
-            counts = held is self._counts or session.tokens
+            counts = held is self._counts or session.num_bytes
             if session.tenant == largest and counts and not session.is_busy:
                 self._drop(session_id)
                 return True
@@ -156,7 +156,7 @@ class SessionStore:
     def _drop(self, session_id: str) -> None:
         session = self._sessions.pop(session_id)
         self._counts[session.tenant] -= 1
-        self._bytes[session.tenant] -= len(session.tokens)
+        self._bytes[session.tenant] -= session.num_bytes
 
 
 def not_found(session_id: str) -> InvalidRequest:

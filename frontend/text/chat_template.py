@@ -114,10 +114,7 @@ class ChatTemplate:
         }
         messages = self._form.fit(conversation.messages, values)
         if conversation.continue_final_message:
-            content = messages[-1].get("content")
-            if not isinstance(content, str):
-                raise InvalidRequest("continue_final_message needs a last message with text", "messages")
-            messages = [*messages[:-1], {**messages[-1], "content": f"{content}{_FINAL_MESSAGE_TAG} "}]
+            messages = [*messages[:-1], _with_tag(messages[-1])]
         text = self._run({**values, "messages": messages}, conversation.max_chars)
         return _cut_at_tag(text) if conversation.continue_final_message else text
 
@@ -152,6 +149,17 @@ class ChatTemplate:
             # A template can raise any error (type error, sandbox violation, overflow). Its text is not sent to the
             # client, which could not use it.
             raise InvalidRequest(CANNOT_RENDER, "messages") from None
+
+
+def _with_tag(message: Message) -> Message:
+    """Return the final message with the tag at the end of its text, which may be parts."""
+    content = message.get("content")
+    if isinstance(content, list) and content and content[-1].get("type") == "text":
+        last = {**content[-1], "text": f"{content[-1]['text']}{_FINAL_MESSAGE_TAG} "}
+        return {**message, "content": [*content[:-1], last]}
+    if not isinstance(content, str):
+        raise InvalidRequest("continue_final_message needs a last message with text", "messages")
+    return {**message, "content": f"{content}{_FINAL_MESSAGE_TAG} "}
 
 
 def _cut_at_tag(text: str) -> str:

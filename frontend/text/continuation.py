@@ -45,7 +45,8 @@ def encode_continuation(
     _, found, rest = rendered.partition(LAST_TEXT)
     is_kept = True
     if answered_with is None:
-        alone = text_in.render_chat(before, replace(options, add_generation_prompt=False), limits.max_model_len)
+        alone_options = replace(options, add_generation_prompt=False, images=())
+        alone = text_in.render_chat(before, alone_options, limits.max_model_len)
         end = alone.partition(LAST_TEXT)[2]
         is_kept = LAST_TEXT in alone and rest.startswith(end)
         rest = rest[len(end) :]
@@ -62,7 +63,7 @@ def encode_continuation(
     if ids and ids[0] == answered_with and answered_with in text_in.special_tokens:
         del ids[0]
         plain = moved(plain, -1)
-    return conversation_prompt(ids, plain, rendered, options, limits)
+    return conversation_prompt(ids, plain, rendered, options, text_in, limits)
 
 
 def encode_extended(
@@ -74,6 +75,9 @@ def encode_extended(
     if known and rendered.startswith(known):
         ids, plain = text_in.encode_marked(rendered[len(known) :])
         ids, plain = [*so_far.tolist(), *ids], moved(plain, len(so_far))
-    else:
-        ids, plain = text_in.encode_marked(rendered)
-    return conversation_prompt(ids, plain, rendered, options, limits)
+        num_rows = sum(image.num_rows for image in options.images)
+        # A sampled token of images is text in the answer, and would be a position in these tokens.
+        if text_in.image_token_id is None or ids.count(text_in.image_token_id) == num_rows:
+            return conversation_prompt(ids, plain, rendered, options, text_in, limits)
+    ids, plain = text_in.encode_conversation(rendered)
+    return conversation_prompt(ids, plain, rendered, options, text_in, limits)

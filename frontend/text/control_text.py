@@ -42,6 +42,21 @@ def mark_special(value: Any, pattern: re.Pattern[str] | None) -> Any:
     return value
 
 
+def mark_parts(marked: list[Any], given: list[Any], pattern: re.Pattern[str]) -> None:
+    """Add marks behind the texts of a message's parts if a special token would arise where they meet.
+
+    A template may write all images before the texts, and may trim each.
+    """
+    texts = [part["text"] for part in given if part["type"] == "text"]
+    begins = re.compile(f"(?=(?:{pattern.pattern}))")
+    for parts in (texts, [text.strip() for text in texts]):
+        if len(begins.findall("".join(parts))) > sum(len(begins.findall(part)) for part in parts):
+            for part in marked:
+                if part["type"] == "text":
+                    part["text"] += MARK_START + MARK_END
+            return
+
+
 def with_marks(text: str, marked: str) -> str:
     """Return a rendering with marks around the text that stays plain, as a second rendering has them.
 

@@ -1,19 +1,29 @@
 """Checks the messages of a conversation, and brings them into the form that chat templates expect."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
 
+from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
-from quire.protocol.errors import InvalidRequest, printable, wrong_value
+from quire.frontend.text.image_parts import PartAt, image_source, is_image, refused_part
+from quire.protocol.errors import InvalidRequest, wrong_value
 
 MAX_MESSAGES = 8192
 ROLES = ("system", "developer", "user", "assistant", "tool")
+IMAGE_ROLES = ("user", "tool")
+TEXT_ONLY = "this server reads text only"
 
 
-def check_messages(value: Any, param: str = "messages") -> list[Message]:
+def check_messages(value: Any, param: str = "messages", images: list[ImageSource] | None = None) -> list[Message]:
     """Validate OpenAI's messages, and join the text parts of each to one string.
+
+    The content of a message with images stays a list, in which neighbouring text parts are one.
+
+    Args:
+        images: gets the images in order; None: they are refused.
 
     Fields that are null or unknown are left out: clients send back what other servers wrote into an answer. Content
     stays null beside calls, because templates distinguish it from "". Results of tools get the name of the function.
@@ -25,7 +35,7 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
         raise wrong_value(param, "a list of at least one message", value)
     if len(value) > MAX_MESSAGES:
         raise InvalidRequest(f"{param} must hold at most {MAX_MESSAGES} messages (got {len(value)})", param)
-    messages = [_message(message, f"{param}[{i}]") for i, message in enumerate(value)]
+    messages = [_message(message, f"{param}[{i}]", images) for i, message in enumerate(value)]
     names: dict[str, str] = {}
     for message in messages:
         names |= {call.get("id", ""): call["function"]["name"] for call in message.get("tool_calls", ())}
@@ -35,7 +45,7 @@ def check_messages(value: Any, param: str = "messages") -> list[Message]:
     return messages
 
 
-def _message(given: Any, where: str) -> Message:
+def _message(given: Any, where: str, images: list[ImageSource] | None) -> Message:
     if not isinstance(given, dict):
         raise wrong_value(where, "an object", given)
     role = given.get("role")
@@ -43,7 +53,7 @@ def _message(given: Any, where: str) -> Message:
         raise InvalidRequest(f"{where}.role function is not supported: use tool", f"{where}.role", "unsupported")
     if role not in ROLES:
         raise wrong_value(f"{where}.role", f"one of {', '.join(ROLES)}", role)
-    for name, instead in (("function_call", "use tool_calls"), ("audio", "this server reads text only")):
+    for name, instead in (("function_call", "use tool_calls"), ("audio", TEXT_ONLY)):
         if given.get(name) is not None:
             raise InvalidRequest(f"{where}.{name} is not supported: {instead}", f"{where}.{name}", "unsupported")
     message: Message = {"role": role}
@@ -56,7 +66,7 @@ def _message(given: Any, where: str) -> Message:
     if role in ("assistant", "tool") and content in (None, "", []):
         message["content"] = message.get("refusal", None if calls and content is None else "")
     else:
-        message["content"] = _content(content, f"{where}.content")
+        message["content"] = _content(content, f"{where}.content", role, images)
     reasoning = texts["reasoning_content"] or given.get("reasoning")
     if role == "assistant" and reasoning and isinstance(reasoning, str):
         message |= _reasoning(reasoning, message)
@@ -116,21 +126,41 @@ def _arguments(function: Mapping[str, Any], where: str) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else arguments
 
 
-def _content(content: Any, where: str) -> str:
-    """Return a message's text. Parts are joined by newlines, as vLLM does for templates that expect a string."""
+def _content(content: Any, where: str, role: str, images: list[ImageSource] | None) -> str | list[Any]:
+    """Return a message's text, or its parts if one is an image. Text is joined by newlines, as vLLM does for templates
+    that expect a string."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise wrong_value(where, "a string or a list of text parts", content)
-    return "\n".join(_part(part, f"{where}[{i}]") for i, part in enumerate(content))
+        allowed = "text parts" if images is None else "parts"
+        raise wrong_value(where, f"a string or a list of {allowed}", content)
+    return joined([_part(part, f"{where}[{i}]", role, images) for i, part in enumerate(content)])
 
 
-def _part(part: Any, where: str) -> str:
+def joined(parts: Sequence[Any]) -> str | list[Any]:
+    """Return texts as one string; if there is anything between them, as a list with text parts."""
+    if all(isinstance(part, str) for part in parts):
+        return "\n".join(parts)
+    runs = [(kind is str, list(run)) for kind, run in groupby(parts, type)]
+    made: list[Any] = []
+    for is_text, run in runs:
+        made += [{"type": "text", "text": "\n".join(run)}] if is_text else run
+    return made
+
+
+def _part(part: Any, where: str, role: str, images: list[ImageSource] | None) -> str | dict[str, str]:
+    """Return a text, or what a template reads of an image, which is added to ``images``."""
+    if isinstance(part, PartAt):
+        part, where = part.part, part.where
     fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
     kind = fields.get("type")
+    if images is not None and is_image(part):
+        if role not in IMAGE_ROLES:
+            raise refused_part(where, str(kind), "images are read in messages of user and tool only")
+        images.append(image_source(fields, where))
+        return {"type": "image"}
     if isinstance(kind, str) and kind not in ("text", "refusal"):
-        message = f"{where}.type must be text (got {printable(kind)}): this server reads text only"
-        raise InvalidRequest(message, f"{where}.type")
+        raise refused_part(where, kind, TEXT_ONLY if images is None else "this server reads text and images only")
     text = fields.get(kind) if isinstance(kind, str) else None
     if not isinstance(text, str):
         raise wrong_value(where, 'a text part, {"type": "text", "text": "..."}', part)

@@ -1,6 +1,7 @@
 """The form of messages that one chat template demands, found by trial renderings.
 
-A template refuses some forms and silently leaves out the text of others, so only a rendering can tell.
+A template refuses some forms and silently leaves out the text of others, so only a rendering can tell. Templates of
+models that read images take parts in some messages and strings in others.
 """
 
 import hashlib
@@ -25,13 +26,19 @@ _TURNS = """[{"role": "user", "content": "-"}, {"role": "assistant", "content": 
 {"role": "tool", "tool_call_id": "ID", "name": "quire", "content": "-"}]"""
 _MISWRITTEN = re.compile(r"""{'quire_key|\\"quire_key""")
 """An object as Python prints it, or JSON in a string."""
+_TEXT = "quire-text"
+_TEXT_PART, _IMAGE_PART = {"type": "text", "text": _TEXT}, {"type": "image"}
+_OBJECT = re.compile(r"""['"]type['"]""")
+"""A part as Python prints it, or as JSON."""
 
 
 class MessageForm:
     """What one template can write. Trials are made when the first conversation needs them."""
 
     def __init__(self, source: str, trial: Trial) -> None:
-        self._trial = trial
+        self._try_as_is = trial
+        self._knows_parts = re.search("""["']image""", source) is not None
+        self._roles_of_parts: dict[str, tuple[bool, bool]] = {}
         # A template that writes the name of any role knows no developer: the model was not trained with that name.
         knows_developer = re.search("""["']developer["']""", source)
         self._ways: tuple[Callable[[Messages], Messages], ...]
@@ -44,8 +51,54 @@ class MessageForm:
         roles = [message.get("role") for message in messages]
         # One system message before other turns needs no trial.
         if any(role in INSTRUCTIONS for role in roles[1:]) or roles in (["system"], ["developer", *roles[1:]]):
-            return self._place_instructions(messages, values)
-        return messages
+            messages = self._place_instructions(messages, values)
+        return self._in_parts(messages) if self._knows_parts else messages
+
+    def _trial(self, messages: Messages, values: Mapping[str, Any]) -> str | None:
+        return self._try_as_is(self._in_parts(messages) if self._knows_parts else messages, values)
+
+    def _in_parts(self, messages: Messages) -> Messages:
+        """Return the messages with text as parts for roles that demand them, and images where the template takes them:
+        those of a tool's results are moved to a user's message behind these, if need be."""
+        made: Messages = []
+        moved: list[dict[str, str]] = []
+        for message in messages:
+            role, content = message.get("role", ""), message.get("content")
+            wants_parts, takes_images = self._parts_of(role)
+            if moved and role != "tool":
+                made.append({"role": "user", "content": moved})
+                moved = []
+            if role == "tool" and isinstance(content, list) and not takes_images:
+                texts = [part["text"] for part in content if part["type"] == "text"]
+                moved = [*moved, *[_IMAGE_PART] * (len(content) - len(texts))]
+                content = "\n".join(texts)
+            if wants_parts and isinstance(content, str):
+                content = [{"type": "text", "text": content}]
+            made.append(message if content is message.get("content") else {**message, "content": content})
+        return [*made, {"role": "user", "content": moved}] if moved else made
+
+    def _parts_of(self, role: str) -> tuple[bool, bool]:
+        """Return whether the text of a role's messages must be parts, and whether these may be images."""
+        if role not in self._roles_of_parts:
+            self._roles_of_parts[role] = False, True  # the trials have the content as it is
+
+            def text_of(content: Any) -> str | None:
+                turns = json.loads(_TURNS.replace("ID", "quire0000"))[: 2 if role == "assistant" else 3]
+                if role in ("user", *INSTRUCTIONS):
+                    turns = [{"role": role, "content": content}]
+                    if role != "user":
+                        turns.append({"role": "user", "content": "-"})
+                elif role == "assistant":
+                    turns[-1] = {"role": role, "content": content}
+                else:
+                    turns = [_with_calls(turn, *self._calls) for turn in turns]
+                    turns[-1]["content"] = content
+                return self._trial(turns, _VARIABLES)
+
+            texts = [*map(text_of, (_TEXT, [_TEXT_PART], [_IMAGE_PART, _TEXT_PART]))]
+            plain, parts, both = (text and _TEXT in text and not _OBJECT.search(text) for text in texts)
+            self._roles_of_parts[role] = bool(parts and not plain), bool(both and texts[1] != texts[2])
+        return self._roles_of_parts[role]
 
     @cached_property
     def _calls(self) -> tuple[bool, bool, bool]:

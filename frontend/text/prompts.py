@@ -16,6 +16,7 @@ import numpy.typing as npt
 from quire.frontend.text.chat_template import RESERVED_VARIABLES, Message
 from quire.frontend.text.control_text import written_end
 from quire.frontend.text.parsing.thoughts import Thoughts
+from quire.frontend.text.placed_items import PlacedItem, place_images
 from quire.frontend.text.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 from quire.protocol.request.sampling_params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, SamplingParams
@@ -56,6 +57,7 @@ class Prompt:
         until: makes a function of one answer, which returns whether the answer is complete with the text it is given.
         thoughts: makes what finds the thoughts of one answer, on which stop strings do not act; None: it has none.
         plain_spans: ranges of tokens in which no thinking marker counts.
+        items: images and given rows, in order. Their files exist as long as the prompt.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -66,6 +68,7 @@ class Prompt:
     second_text: int = 0
     thoughts: Callable[[], Thoughts] | None = None
     plain_spans: Spans = ()
+    items: tuple[PlacedItem, ...] = ()
 
 
 def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:
@@ -118,15 +121,17 @@ def encode_prompt(
 def encode_messages(messages: list[Message], options: ChatOptions, text_in: TextIn, limits: ModelLimits) -> Prompt:
     """Encode a conversation with the chat template. ``messages``: the result of ``check_messages``."""
     rendered = text_in.render_chat(messages, options, limits.max_model_len)
-    return conversation_prompt(*text_in.encode_marked(rendered), rendered, options, limits)
+    return conversation_prompt(*text_in.encode_conversation(rendered), rendered, options, text_in, limits)
 
 
 def conversation_prompt(
-    ids: list[int], plain: Spans, rendered: str, options: ChatOptions, limits: ModelLimits
+    ids: list[int], plain: Spans, rendered: str, options: ChatOptions, text_in: TextIn, limits: ModelLimits
 ) -> Prompt:
     """Return the prompt of a rendered conversation with these tokens. ``plain``: its ``plain_spans``."""
     prompt = prompt_from_ids(ids, limits, "messages")
-    return replace(prompt, end=written_end(rendered) if options.add_generation_prompt else "", plain_spans=plain)
+    items = place_images(ids, options.images, text_in.image_token_id)
+    end = written_end(rendered) if options.add_generation_prompt else ""
+    return replace(prompt, end=end, plain_spans=plain, items=items)
 
 
 def moved(spans: Spans, offset: int) -> list[tuple[int, int]]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.frontend.text.template_helper import TemplateHelper
 from quire.protocol.errors import ConfigError
 
@@ -14,7 +16,8 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
     """Load the chat template: ``source`` if not empty, else that of files, else that of tokenizer_config.json.
 
     As in transformers, the files are chat_template.jinja, the default, and additional_chat_templates/NAME.jinja; the
-    template ``tool_use`` is for requests with tools; and without a default, others are refused.
+    template ``tool_use`` is for requests with tools; and without a default, others are refused. Processors of images
+    had chat_template.json before.
     """
     where, variables = folder / "tokenizer_config.json", special_variables(config)
     if source:
@@ -22,6 +25,8 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
     paths = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     if (path := folder / "chat_template.jinja").is_file():
         paths["default"] = path
+    elif (path := folder / "chat_template.json").is_file():
+        where, config = path, _read_object(path)
     named = {} if paths else _named(config.get("chat_template"), where)
     for name, path in paths.items():
         try:
@@ -39,6 +44,13 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
         default = f"{{% if tools is not none %}}{ends}{one}{ends}{{% else %}}{ends}{other}{ends}{{% endif %}}"
     names = "" if list(named) == ["default"] else f" ({', '.join(sorted(named))})"
     return TemplateHelper(default, variables, f"{paths.get('default', where)}{names}")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        raise ConfigError(f"{path}: cannot be read as a JSON object") from None
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:

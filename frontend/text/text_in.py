@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,14 +13,17 @@ from typing import Any, Literal
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
+from quire.frontend.images.source import StoredImage
 from quire.frontend.text.chat_template import Conversation, Message, RenderedTooLong
 from quire.frontend.text.control_text import (
     MARK_END,
     MARK_START,
+    mark_parts,
     mark_special,
     special_pattern,
     with_marks,
 )
+from quire.frontend.text.placed_items import expanded
 from quire.frontend.text.template_files import load_template, special_variables
 from quire.frontend.text.template_helper import TemplateHelper
 from quire.frontend.text.tokenizer_checks import check_speed, check_token_ids
@@ -44,12 +47,16 @@ SLOW_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options of rendering a conversation; by default the text ends where the assistant's answer starts."""
+    """Options of rendering a conversation; by default the text ends where the assistant's answer starts.
+
+    ``images``: those of its messages, in order.
+    """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    images: Sequence[StoredImage] = ()
 
 
 class TextIn:
@@ -71,6 +78,8 @@ class TextIn:
         """The end of a text that is cut off, if the text may be truncated and the request does not say which."""
         self.input_names: Any = None
         """``model_input_names`` of the checkpoint's configuration: what its tokenizer gives a model."""
+        self.image_token_id: int | None = None
+        """Token whose positions take the rows of an image; None: the model reads none."""
         self.is_slow = False
         """Whether a short text took SLOW_SECONDS; see ``_encode``."""
         self._plain: Tokenizer | None = None
@@ -140,6 +149,25 @@ class TextIn:
         self._spelled.clear()
         self._special = special_pattern(self._control)
 
+    def read_images(self, token_id: int) -> None:
+        """Prepare for images, whose rows are at the positions of this token.
+
+        Raises:
+            ConfigError: there is a tokenizer, and it has no such token.
+        """
+        self.image_token_id = token_id
+        if self.tokenizer is not None:
+            text = self.tokenizer.id_to_token(token_id)
+            if text is None:
+                raise ConfigError(f"the tokenizer has no token {token_id}, which config.json names for images")
+            self._protect_also(text)
+
+    def _protect_also(self, text: str) -> None:
+        if text not in self._control:
+            self._control.add(text)
+            self._special_besides = special_pattern(self._control.difference(self._markers))
+            self._special = special_pattern(self._control)
+
     @property
     def special_tokens(self) -> dict[int, str]:
         added = {} if self.tokenizer is None else self.tokenizer.get_added_tokens_decoder()
@@ -183,17 +211,44 @@ class TextIn:
 
     def encode_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> list[int]:
         """Return the token ids of a conversation; see ``render_chat``."""
-        return self.encode_rendered(self.render_chat(messages, options, max_tokens))
+        return self.encode_conversation(self.render_chat(messages, options, max_tokens))[0]
+
+    def encode_conversation(self, rendered: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the token ids of a whole rendered conversation, and ranges, as ``encode_marked``.
+
+        For models that read images, as with transformers' processors, the tokenizer adds its own special tokens if the
+        template has not written the first of them.
+        """
+        ids, spans = self.encode_marked(rendered)
+        start = self.tokenizer_info.get("bos_token")
+        if self.image_token_id is None or (start and rendered.startswith(start)):
+            return ids, spans
+        before, after = self._added
+        return [*before, *ids, *after], [(begin + len(before), end + len(before)) for begin, end in spans]
+
+    @cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer adds before and after a text."""
+        tokenizer = self._require_tokenizer("messages")
+        plain, whole = (self._encode(tokenizer, "a", add_special_tokens) for add_special_tokens in (False, True))
+        begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:begin], whole[begin + len(plain) :]
 
     def render_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> str:
         """Return the text of a conversation for ``encode_rendered``. ``max_tokens``: as for ``encode``.
 
         Raises:
-            InvalidRequest: no tokenizer, no template, the template refuses the messages, or they are too long.
+            InvalidRequest: no tokenizer, no template, the template refuses the messages or leaves out an image, or they
+                are too long.
         """
         tokenizer = self._require_tokenizer("messages")
         if self.template is None:
             raise InvalidRequest(NO_TEMPLATE, "messages")
+        if options.images:
+            self._protect_also(options.images[0].placeholder)
+            num_rows = sum(image.num_rows for image in options.images)
+            if num_rows > max_tokens:
+                raise context_length_exceeded(max_tokens, f"at least {num_rows}", "messages")
         try:
             given = mark_special([messages, options.tools, options.variables], None)
             marked = self._marked(given)
@@ -210,7 +265,7 @@ class TextIn:
                 )
                 for messages, tools, variables in ([given] if marked == given else [given, marked])
             ]
-            text = with_marks(*texts) if len(texts) > 1 else texts[0]
+            text = expanded(with_marks(*texts) if len(texts) > 1 else texts[0], options.images)
         except RenderedTooLong:
             raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
         except RecursionError:
@@ -230,6 +285,8 @@ class TextIn:
         marked: list[Any] = mark_special(given, self._special)
         end = self._markers[1] if self._markers else ""
         for message, made in zip(given[0], marked[0], strict=True):
+            if isinstance(message.get("content"), list):
+                mark_parts(made["content"], message["content"], self._special)
             content = message.get("content") if message.get("role") == "assistant" else None
             if isinstance(content, str) and end and end in content:
                 cut = content.rindex(end) + len(end)

@@ -109,7 +109,8 @@ class OfflineSession:
             name = "use_beam_search" if params.use_beam_search else "n"
             raise InvalidRequest(f"{name} cannot be used with a session, to which one answer is added", name)
         ids = [] if prompt is None else prompt.token_ids.tolist()
-        with Piece(self._name, session, ids, self._limits.max_model_len, end=end) as piece:
+        items = () if prompt is None else prompt.items
+        with Piece(self._name, session, ids, self._limits.max_model_len, end=end, items=items) as piece:
             whole = whole_prompt(piece, prompt, is_chat=end != TEXT)
             params = params if has_answer else PROMPT_ONLY
             (output,) = self._calls.run([whole], params, {}, self._job)

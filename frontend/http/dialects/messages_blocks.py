@@ -5,7 +5,8 @@ from typing import Any
 
 from quire.frontend.http.dialects.text_parts import encoded, list_at, object_at, string_at
 from quire.frontend.text.chat_template import Message
-from quire.frontend.text.message_checks import MAX_MESSAGES
+from quire.frontend.text.image_parts import PartAt, is_image
+from quire.frontend.text.message_checks import MAX_MESSAGES, joined
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 ROLES = ("user", "assistant", "system")
@@ -63,19 +64,23 @@ def _blocks(content: Any, where: str) -> list[tuple[Mapping[str, Any], str]]:
 def _user(role: str, blocks: list[tuple[Mapping[str, Any], str]]) -> list[Message]:
     """Return the results of tools as messages of their own, before the rest of the message."""
     found: list[Message] = []
-    texts: list[str] = []
+    rest: list[str | PartAt] = []
     for block, where in blocks:
         if block.get("type") == "tool_result" and role == "user":
             call_id = string_at(block, "tool_use_id", where)
             content = block.get("content")
             parts = [] if content is None else _blocks(content, f"{where}.content")
-            text = "\n".join(_text(*part) for part in parts)
-            found.append({"role": "tool", "tool_call_id": call_id, "content": text})
+            result = joined([_text_or_image(*part) for part in parts])
+            found.append({"role": "tool", "tool_call_id": call_id, "content": result})
         else:
-            texts.append(_text(block, where))
-    if texts or not found:
-        found.append({"role": role, "content": "\n".join(texts)})
+            rest.append(_text_or_image(block, where))
+    if rest or not found:
+        found.append({"role": role, "content": joined(rest)})
     return found
+
+
+def _text_or_image(block: Mapping[str, Any], where: str) -> str | PartAt:
+    return PartAt(where, block) if is_image(block) else _text(block, where)
 
 
 def _assistant(blocks: list[tuple[Mapping[str, Any], str]]) -> Message:

@@ -58,7 +58,7 @@ async def generation(
     formatter = ResponsesFormatter(server, parsed, len(prompt.token_ids), new_reader(), store, transport)
     piece = None
     if session is not None:
-        piece = Piece("", session, prompt.token_ids.tolist(), server.engine.max_model_len)
+        piece = Piece("", session, prompt.token_ids.tolist(), server.engine.max_model_len, items=prompt.items)
     return Generation(server, parsed.chat, [prompt], formatter, formatter.style, piece=piece)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.frontend.http.dialects.responses_tools import ToolName
-from quire.frontend.http.dialects.text_parts import encoded, joined_text, list_at, object_at, string_at
+from quire.frontend.http.dialects.text_parts import encoded, joined_parts, joined_text, list_at, object_at, string_at
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_form import INSTRUCTIONS
 from quire.protocol.errors import InvalidRequest, wrong_value
@@ -100,13 +100,13 @@ class _MessageBuilder:
         content = item.get("content")
         if content is None:
             raise InvalidRequest(f"{where}.content is required", f"{where}.content", "missing_required_parameter")
-        text = joined_text(content, f"{where}.content", TEXT_KINDS)
+        made = joined_parts(content, f"{where}.content", TEXT_KINDS)
         if role == "assistant":
             answer = self._open_answer(may_have=())
-            answer["content"] = text
+            answer["content"] = made
             return
         self._end_answer()
-        self._messages.append({"role": role, "content": text})
+        self._messages.append({"role": role, "content": made})
 
     def _add_thought(self, item: Item, where: str) -> None:
         text = ""
@@ -138,11 +138,11 @@ class _MessageBuilder:
 
     def _add_result(self, item: Item, where: str) -> None:
         call_id = string_at(item, "call_id", where)
-        text = joined_text(item.get("output"), f"{where}.output", TEXT_KINDS)
+        result = joined_parts(item.get("output"), f"{where}.output", TEXT_KINDS)
         if call_id not in self._call_ids:
             raise wrong_value(f"{where}.call_id", "the call_id of a call before it", call_id)
         self._end_answer()
-        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
 
     def _open_answer(self, may_have: Sequence[str]) -> Message:
         """Return the message to extend. An answer that has more than thoughts and ``may_have`` already is ended."""

@@ -1,10 +1,12 @@
-"""Text in the parts of a message, for APIs that give each kind of part a type of its own."""
+"""Text and images in the parts of a message, for APIs that give each kind of part a type of its own."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
 
+from quire.frontend.text.image_parts import PartAt, is_image
+from quire.frontend.text.message_checks import joined
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 
@@ -50,6 +52,14 @@ def joined_text(content: Any, where: str, kinds: Collection[str] = ("text",)) ->
     if not isinstance(content, list):
         raise wrong_value(where, "a string or a list of parts", content, "invalid_type")
     return "\n".join(_text(part, f"{where}[{i}]", kinds) for i, part in enumerate(content))
+
+
+def joined_parts(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str | list[Any]:
+    """Return the content of a message of chat: as ``joined_text``, or a list if it has images."""
+    if not isinstance(content, list) or not any(map(is_image, content)):
+        return joined_text(content, where, kinds)
+    places = [(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return joined([PartAt(at, part) if is_image(part) else _text(part, at, kinds) for part, at in places])
 
 
 def _text(part: Any, where: str, kinds: Collection[str]) -> str:

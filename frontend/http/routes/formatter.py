@@ -20,8 +20,11 @@ EXPERTS_PER_CHARACTER = 256
 """Routed experts that are formatted in the time of one character."""
 
 
-class CachedTokens(msgspec.Struct, frozen=True):
+class PromptTokens(msgspec.Struct, frozen=True):
+    """``image_tokens``: positions that take rows of images; left out without images."""
+
     cached_tokens: int
+    image_tokens: int | UnsetType = UNSET
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
@@ -34,7 +37,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokens
     completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 

@@ -10,14 +10,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.frontend.engine.answers import ForkPoint, OutputDelta, StreamedAnswer, engines_of, start_answers
 from quire.frontend.http.routes.formatter import (
-    CachedTokens,
     Collected,
+    PromptTokens,
     ResponseFormatter,
     Usage,
     num_prompt_values,
@@ -68,7 +69,8 @@ class Generation:
 
     __slots__ = (
         "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
-        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_sequences", "_piece", "_prompts",
+        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_image_tokens", "_num_sequences",
+        "_piece", "_prompts",
         "_request", "_running", "_server", "_style", "_turn", "_waiting", "terms",
     )  # fmt: skip
 
@@ -103,6 +105,7 @@ class Generation:
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
+        self._num_image_tokens = sum(item.content.num_rows for prompt in prompts for item in prompt.items)
         self._running: list[tuple[int, StreamedAnswer, SequenceClock]] = []
         """The submitted sequences that have not ended, with their indices."""
         self.terms = request.terms
@@ -373,4 +376,5 @@ class Generation:
         num_prompt_tokens += 0 if self._fork is None else self._fork.num_tokens
         num_output_tokens = sum(clock.num_tokens for clock in self._clocks)
         cached = sum(clock.num_cached_tokens for clock in self._clocks[:: self._request.params.n])
-        return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, CachedTokens(cached))
+        details = PromptTokens(cached, self._num_image_tokens or UNSET)
+        return Usage(num_prompt_tokens, num_output_tokens, num_prompt_tokens + num_output_tokens, details)

@@ -104,6 +104,7 @@ def as_piece(
         [] if prompt is None else prompt.token_ids.tolist(),
         server.engine.max_model_len,
         end=end,
+        items=() if prompt is None else prompt.items,
         number=given.piece,
         on_end=partial(server.sessions.piece_ended, given.id, close=given.close),
     )

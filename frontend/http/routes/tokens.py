@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, and GET /tokenizer_info, with vLLM's fields."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
+from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.prompts import check_token_ids
 from quire.frontend.text.text_in import NO_TOKENIZER, ChatOptions
@@ -25,12 +26,16 @@ MAX_DETOKENIZED = 2**19
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """``prompt``: text, or the messages of a conversation and the template options to render them with."""
+    """``prompt``: text, or the messages of a conversation and the template options to render them with.
+
+    ``images``: those of the messages.
+    """
 
     model: str
     prompt: str | tuple[list[Message], ChatOptions]
     add_special_tokens: bool
     return_token_strs: bool
+    images: list[ImageSource] = field(default_factory=list)
 
 
 async def tokenize(server: Server, request: Request) -> Response:
@@ -39,9 +44,9 @@ async def tokenize(server: Server, request: Request) -> Response:
     await server.check_model(parsed.model)
     if isinstance(parsed.prompt, str):
         return json_response(await server.texts.run(len(body), lambda: _tokenized(server, parsed)))
-    return json_response(
-        await server.conversations.run(len(body), parsed.prompt[1], lambda: _tokenized(server, parsed))
-    )
+    messages, options = parsed.prompt
+    parsed = replace(parsed, prompt=(messages, await server.with_images(options, parsed.images)))
+    return json_response(await server.conversations.run(len(body), options, lambda: _tokenized(server, parsed)))
 
 
 async def detokenize(server: Server, request: Request) -> Response:
@@ -87,15 +92,16 @@ def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) ->
     body = read(TokenizeBody, raw, ignored=ignored)
     model = parser.model(body.model)
     prompt: str | tuple[list[Message], ChatOptions]
+    images: list[ImageSource] = []
     if body.messages is not None:
-        messages, options = parser.conversation(body)
+        messages, options = parser.conversation(body, images)
         tools, _ = parse_tools(body.tools, None, parallel=True, ignored=ignored)
         prompt = messages, replace(options, tools=tools)
     elif body.prompt is not None:
         prompt = body.prompt
     else:
         raise InvalidRequest("prompt is required", "prompt", "missing_required_parameter")
-    return TokenizeRequest(model, prompt, body.add_special_tokens, body.return_token_strs)
+    return TokenizeRequest(model, prompt, body.add_special_tokens, body.return_token_strs, images)
 
 
 def _parse_detokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> tuple[str, list[int]]:

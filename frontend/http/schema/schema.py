@@ -28,6 +28,7 @@ from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.sampling_fields import ALIASES, constraint, has_alias, sampling_objects
 from quire.frontend.http.schema.tools import ToolUse, answer_or_calls, parse_tools
 from quire.frontend.http.schema.unknown_fields import Ignored, UnknownFields
+from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.writing import AnswerWriter
@@ -93,6 +94,7 @@ class ChatRequest(CommonRequest):
         tool_use: the required call, or None.
         parallel_calls: an answer may have more than one.
         has_only_calls: an answer with a call has no content besides.
+        images: those of the messages, in order; empty once they are read, because they may be large.
     """
 
     messages: list[Message]
@@ -100,6 +102,7 @@ class ChatRequest(CommonRequest):
     tool_use: ToolUse | None
     parallel_calls: bool = True
     has_only_calls: bool = False
+    images: list[ImageSource] = field(default_factory=list)
 
 
 class OtherModels(Protocol):
@@ -118,6 +121,7 @@ class Parser:
         others: what else a request may name as its model.
         defaults: the model's sampling parameters, for fields that a request leaves out.
         writer: how the model writes calls, if that is known.
+        reads_images: messages may have images.
     """
 
     served_names: Sequence[str]
@@ -127,6 +131,7 @@ class Parser:
     defaults: Mapping[str, int | float] = field(default_factory=dict)
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     writer: AnswerWriter | None = None
+    reads_images: bool = False
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         ignored = Ignored(self.unknown_fields)
@@ -168,7 +173,8 @@ class Parser:
         form = answer_or_calls(self.writer, content, tools or [], parallel=parallel)
         if form is not None:
             params = msgspec.structs.replace(params, structured_outputs=form)
-        messages, options = self.conversation(body)
+        images: list[ImageSource] = []
+        messages, options = self.conversation(body, images)
         if body.session is not None:
             if body.add_generation_prompt is not None or body.continue_final_message:
                 name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
@@ -181,11 +187,17 @@ class Parser:
             tool_use=tool_use,
             parallel_calls=parallel,
             has_only_calls=form is not None,
+            images=images,
         )
 
-    def conversation(self, body: ChatBody | TokenizeBody | ClassificationBody) -> tuple[list[Message], ChatOptions]:
-        """Return the messages and the template options to render them with."""
-        messages = check_messages(body.messages)
+    def conversation(
+        self, body: ChatBody | TokenizeBody | ClassificationBody, images: list[ImageSource] | None = None
+    ) -> tuple[list[Message], ChatOptions]:
+        """Return the messages and the template options to render them with.
+
+        ``images``: gets those of the messages, if the model reads any; None: the route reads none.
+        """
+        messages = check_messages(body.messages, images=images if self.reads_images else None)
         continues = body.continue_final_message
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         if continues and opens:

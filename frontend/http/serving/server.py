@@ -24,11 +24,12 @@ from quire.frontend.http.serving.tracing import OtlpTracer, RequestSpan
 from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
 from quire.frontend.http.stored.response_store import OwnResponses, ResponseStore
 from quire.frontend.ids import new_id
+from quire.frontend.images.source import ImageReader, ImageSource
 from quire.frontend.sessions.session_store import SessionStore
 from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder
-from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.frontend.text.text_out import TokenTexts
 from quire.frontend.text.thinking import Thinking
 from quire.protocol.errors import ConfigError
@@ -85,6 +86,7 @@ class ServerSettings:
         sessions: the open sessions of this front end.
         moe: the model's layers with experts; None: it has none.
         capabilities: what the model can do.
+        images: reads the images of messages; None: the model reads none.
         implementation: what computes the model (``ModelConfig.implementation``).
     """
 
@@ -114,6 +116,7 @@ class ServerSettings:
     sessions: SessionStore = field(default_factory=SessionStore)
     moe: MoeConfig | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
+    images: ImageReader | None = None
     implementation: str = "native"
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
@@ -161,6 +164,7 @@ class Server:
             defaults=settings.sampling_defaults,
             unknown_fields=UnknownFields(settings.unknown_fields),
             writer=None if settings.answer_format is None else settings.answer_format.writer,
+            reads_images=settings.images is not None,
         )
         self.capabilities = settings.capabilities
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
@@ -205,6 +209,18 @@ class Server:
     def responses_of(self, scope: Scope, connection: object | None = None) -> OwnResponses:
         """Return what the client of a request, or of a ``connection`` that keeps responses of its own, has stored."""
         return OwnResponses(self.response_store, scope["state"][TENANT], connection)
+
+    async def with_images(self, options: ChatOptions, sources: list[ImageSource]) -> ChatOptions:
+        """Return the options of a conversation with its images, which are read; the list is empty then.
+
+        Raises:
+            InvalidRequest: as ``ImageReader.read``.
+        """
+        if not sources or self.settings.images is None:
+            return options
+        found = await self.settings.images.read(sources)
+        sources.clear()
+        return replace(options, images=found)
 
     def enter_queue(self, terms: Terms, num_sequences: int) -> WaitingSequences:
         """As ``KeyQueues.enter``."""

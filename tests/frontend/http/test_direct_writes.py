@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from quire.frontend.engine.scheduler_link import Readers
 from quire.frontend.http.routes.chat import ChatChunk, ChunkChoice, Delta
-from quire.frontend.http.routes.formatter import CachedTokens, Usage
+from quire.frontend.http.routes.formatter import PromptTokens, Usage
 from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.serving.outbox import ChunkWriter, Outbox
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)))
 
 
-@given(TEXTS, TEXTS, st.sampled_from([None, Usage(1, 2, 3, CachedTokens(0))]))
+@given(TEXTS, TEXTS, st.sampled_from([None, Usage(1, 2, 3, PromptTokens(0))]))
 @example('"TEXT"', '{"content":"TEXT"}', None)
 @example('\u2028\x00\x1f\x7f"\\/😀', "TEXT", None)
 def test_template_equals_the_encoder(text: str, model: str, usage: Usage | None) -> None:

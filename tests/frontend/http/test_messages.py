@@ -243,7 +243,7 @@ class TestBadInput:
             ({"messages": [{"role": "user"}]}, "messages[0].content must be a string or a list of content blocks"),
             (
                 {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-                "messages[0].content[0].type must be text, tool_use, tool_result or thinking (got 'image'):",
+                "messages[0].content[0].type must be text (got 'image'): this server reads text only",
             ),
             (
                 {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},

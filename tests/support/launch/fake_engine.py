@@ -20,6 +20,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest, EndReason, Statistics
+from quire.protocol.wire.item_messages import InputItem
 from quire.protocol.wire.logprobs import LogprobArrays, TokenLogprobs
 from quire.protocol.wire.timeline import TimelineEvent
 
@@ -158,6 +159,7 @@ class FakeEngine:
     controls: list[str] = field(default_factory=list)
     adapters: list[AdapterRef | None] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
+    items: list[list[InputItem]] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
     pool: Callable[[list[int], PoolingParams], Update] = pooled_update
     pooling: list[PoolingParams | None] = field(default_factory=list)
@@ -198,6 +200,7 @@ class FakeEngine:
         self.added.append(sequence)
         self.priorities.append((request.priority, request.cache_salt))
         self.adapters.append(request.adapter)
+        self.items.append(request.items)
         self.jobs.append(Job(request.job_id, request.is_last_step, request.hint))
         return sequence
 

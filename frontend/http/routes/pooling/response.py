@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from quire.frontend.http.routes.formatter import CachedTokens
+from quire.frontend.http.routes.formatter import PromptTokens
 from quire.frontend.http.routes.generate import WRITE_BYTES, new_request_id
 from quire.frontend.http.routes.pooling.run import Batch, Outcome, PooledRun
 from quire.frontend.http.schema.pooling_requests import PooledRequest
@@ -32,7 +32,7 @@ MAX_AT_ONCE = 64
 class PooledUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
-    prompt_tokens_details: CachedTokens
+    prompt_tokens_details: PromptTokens
 
 
 class PooledHead(msgspec.Struct, frozen=True):
@@ -128,7 +128,7 @@ class PooledResponse:
         await self._write(writer, kept)
         run = self._run
         num_tokens = run.num_prompt_tokens
-        for part in self._entries.tail(PooledUsage(num_tokens, num_tokens, CachedTokens(run.num_cached_tokens))):
+        for part in self._entries.tail(PooledUsage(num_tokens, num_tokens, PromptTokens(run.num_cached_tokens))):
             await writer.write(part)
         await writer.finish()
 

@@ -1,0 +1,87 @@
+"""Parts of messages that are images, in the forms of all APIs."""
+
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.frontend.images.source import ImageSource
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
+
+IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")
+"""Types of parts: of chat, of Responses, of Messages and transformers, and of vLLM's offline API."""
+DETAILS = ("auto", "low", "high", "original")
+URL_FORM = 'a string, "data:image/...;base64,..." or "https://..."'
+
+
+@dataclass(frozen=True, slots=True)
+class PartAt:
+    """A part of another API's message that is passed to chat as it is, with its path in the client's body."""
+
+    where: str
+    part: Mapping[str, Any]
+
+
+def image_source(part: Mapping[str, Any], where: str) -> ImageSource:
+    """Return the image of a part with a type of IMAGE_KINDS.
+
+    ``detail`` is checked, and has no effect: the model's processor decides how many tokens an image takes.
+
+    Raises:
+        InvalidRequest: the part has no image, or names a file that only another server has.
+    """
+    kind = part["type"]
+    if "source" in part:
+        return _of_block(part["source"], f"{where}.source")
+    name = "image" if kind == "image" and "url" not in part else "url" if kind == "image" else kind
+    if kind == "input_image":
+        name = "image_url"
+    value, place = part.get(name), f"{where}.{name}"
+    detail, holder = part.get("detail"), where
+    if isinstance(value, Mapping):
+        detail, holder = value.get("detail", detail), place
+        value, place = value.get("url"), f"{place}.url"
+    if detail is not None and detail not in DETAILS:
+        raise wrong_value(f"{holder}.detail", f"one of {', '.join(DETAILS)}", detail)
+    if part.get("file_id") is not None:
+        text = f"{where}.file_id is not supported: this server stores no files; send a data URL"
+        raise InvalidRequest(text, f"{where}.file_id", "unsupported")
+    if isinstance(value, str):
+        return ImageSource(place, url=value)
+    return ImageSource(place, data=_png(value, place))
+
+
+def _of_block(source: Any, where: str) -> ImageSource:
+    """Return the image of Anthropic's ``source``."""
+    fields: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
+    match fields:
+        case {"type": "url", "url": str(url)}:
+            return ImageSource(f"{where}.url", url=url)
+        case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
+            return ImageSource(f"{where}.data", url=f"data:{media_type};base64,{data}")
+        case {"type": "base64"}:
+            name = "data" if isinstance(fields.get("media_type"), str) else "media_type"
+            raise wrong_value(f"{where}.{name}", "a string", fields.get(name), "invalid_type")
+    raise wrong_value(f"{where}.type", "base64 or url", fields.get("type"), "unsupported")
+
+
+def _png(value: Any, where: str) -> bytes:
+    """Return an image of PIL as a file, upright and in RGB, which is what transformers makes of it."""
+    module = sys.modules.get("PIL.Image")  # an image exists only where it was imported
+    if module is None or not isinstance(value, module.Image):
+        raise wrong_value(where, URL_FORM, value)
+    from PIL import ImageOps
+
+    made = io.BytesIO()
+    ImageOps.exif_transpose(value).convert("RGB").save(made, "PNG", compress_level=1)
+    return made.getvalue()
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
+
+
+def refused_part(where: str, kind: str, why: str) -> InvalidRequest:
+    """Return the error for a part of another type than text where only text is read."""
+    return InvalidRequest(f"{where}.type must be text (got {printable(kind)}): {why}", f"{where}.type")
