@@ -15,11 +15,14 @@ from tqdm import tqdm
 
 from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.engine.job import Job
+from quire.frontend.images.source import ImageReader, ImageSource
+from quire.frontend.text.chat_template import Message
+from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput
 from quire.frontend.text.prompts import Prompt, check_params, encode_prompt, fit_params, tokenize_bad_words
-from quire.frontend.text.text_in import TextIn
+from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.frontend.text.text_out import TokenTexts
 from quire.launch.offline.batch import Batch, BatchPart
 from quire.launch.offline.blocking_client import BlockingClient
@@ -45,9 +48,11 @@ class OfflineCalls:
     Attributes:
         client: set when the engine is ready.
         capabilities: what the model can do.
+        images: reads the images of messages; None: the model reads none.
     """
 
     client: BlockingClient
+    images: ImageReader | None = None
 
     def __init__(self, config: EngineConfig, text_in: TextIn) -> None:
         self._adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
@@ -110,6 +115,18 @@ class OfflineCalls:
 
     def encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
         return encode_prompt(plain_prompt(prompt), self._text_in, self.client, add_special_tokens=add_special_tokens)
+
+    def conversation(self, given: Any, options: ChatOptions) -> tuple[list[Message], ChatOptions]:
+        """Return the checked messages, and the options with their images, which are read.
+
+        Raises:
+            InvalidRequest: as ``check_messages`` and ``ImageReader.read``.
+        """
+        sources: list[ImageSource] = []
+        messages = check_messages(given, images=None if self.images is None else sources)
+        if self.images is None or not sources:
+            return messages, options
+        return messages, replace(options, images=self.images.read_now(sources))
 
     def params_for(
         self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from quire.frontend.engine.session import controls_of_pause
-from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.prompts import check_template_variables, encode_messages
 from quire.frontend.text.text_in import ChatOptions, TextIn
@@ -144,6 +143,8 @@ class LLM(PoolingMethods):
         """Answer one conversation or many with the checkpoint's chat template; otherwise as ``generate``.
 
         Args:
+            messages: as of ``/v1/chat/completions``. An image may also be one of PIL:
+                ``{"type": "image", "image": ...}`` or ``{"type": "image_pil", "image_pil": ...}``.
             tools: function descriptions for the template. Tool calls are not parsed; they stay in the text.
             chat_template_kwargs: variables for the template.
         """
@@ -151,7 +152,8 @@ class LLM(PoolingMethods):
         conversations: list[Any] = [messages] if one else list(messages)
         variables = None if chat_template_kwargs is None else check_template_variables(chat_template_kwargs)
         for_template = ChatOptions(variables=variables, tools=tools)
-        encoded = [encode_messages(check_messages(c), for_template, self._text_in, self) for c in conversations]
+        checked = [self._calls.conversation(each, for_template) for each in conversations]
+        encoded = [encode_messages(*each, self._text_in, self) for each in checked]
         return self._calls.run(encoded, sampling_params, options)
 
     def start(

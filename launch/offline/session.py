@@ -5,7 +5,6 @@ from typing import Any
 from quire.frontend.engine.job import Job
 from quire.frontend.sessions.chat_piece import check_kind, encode_chat_piece, whole_prompt
 from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece
-from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import Prompt, check_template_variables
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.launch.offline.calls import OfflineCalls
@@ -91,7 +90,8 @@ class OfflineSession:
     def _chat(
         self, given: list[dict[str, Any]], options: ChatOptions, params: SamplingParams | None, *, has_answer: bool
     ) -> RequestOutput:
-        session, messages = self._open(), check_messages(given)
+        session = self._open()
+        messages, options = self._calls.conversation(given, options)
         check_kind(self._name, session, is_chat=True)
         prompt = encode_chat_piece(session, messages, options, self._text_in, self._limits)
         return self._submit(session, prompt, params, messages[-1]["role"], has_answer=has_answer)

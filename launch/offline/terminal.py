@@ -1,7 +1,10 @@
 """``quire generate`` and ``quire chat``: answers are streamed to stdout, everything else goes to stderr."""
 
 import argparse
+import base64
 import contextlib
+import mimetypes
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,14 +21,15 @@ from quire.launch.offline.lora_request import LoRARequest
 from quire.launch.offline.remote import RemoteModel
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.terminal_answer import OnText, TerminalAnswer, TerminalModel
-from quire.protocol.errors import ConfigError, EngineError
+from quire.protocol.errors import ConfigError, EngineError, counted
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  # input() then edits lines and has a history
 
-HELP = "/clear: forget the conversation; /exit, Ctrl-D: end; Ctrl-C: end an answer; //text: text that begins with /"
+HELP = "/image FILE: add an image to the next message; /clear: forget the conversation; /exit, Ctrl-D: end; "
+HELP += "Ctrl-C: end an answer; //text: text that begins with /"
 COMMAND = re.compile(r"/(\w*)(?:\s|$)")
 
 
@@ -56,16 +60,36 @@ def generate(args: argparse.Namespace, options: EngineOptions) -> None:
 def chat(args: argparse.Namespace, options: EngineOptions) -> None:
     """Answer ``--prompt``; without it, run a conversation with one message per line of input."""
     params = _sampling(args)
+    images = [image_part(path) for path in args.image]
     with _model(args, options) as model:
         if args.prompt is None:
-            _converse(model, params, args.json)
+            _converse(model, params, args.json, images)
         else:
-            message = {"role": "user", "content": args.prompt}
+            message = _message(args.prompt, images)
             _print(model.chat([message], params, _on_text(args.json)), args.json)
 
 
-def _converse(model: TerminalModel, params: SamplingParams, as_json: bool) -> None:
-    """Answer lines of input in turn until their end. On a terminal, Ctrl-C ends the answer only."""
+def _message(text: str, images: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a user's message, with the images before its text."""
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
+
+
+def image_part(path: Path) -> dict[str, Any]:
+    """Return a file as a part of a message. Raise ConfigError if it cannot be read."""
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    kind = kind if kind.startswith("image/") else "image/png"  # the content tells, not the name
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+
+
+def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, images: list[dict[str, Any]]) -> None:
+    """Answer lines of input in turn until their end. On a terminal, Ctrl-C ends the answer only.
+
+    ``images``: of the first message.
+    """
     messages: list[dict[str, Any]] = []
     parts: list[str] = []
     show = _on_text(as_json)
@@ -80,11 +104,20 @@ def _converse(model: TerminalModel, params: SamplingParams, as_json: bool) -> No
                 return
             if found[1] == "clear":
                 messages.clear()
+                images = []
+            elif found[1] == "image" and (name := line.removeprefix("/image").strip()):
+                try:
+                    images = [*images, image_part(Path(name).expanduser())]
+                    print(f"{counted(len(images), 'image')} for the next message", file=sys.stderr)
+                except ConfigError as error:
+                    print(error, file=sys.stderr)
+                continue
             elif found[1] != "help":
                 print(f"unknown command /{found[1]}", file=sys.stderr)
             print("the conversation is empty" if found[1] == "clear" else HELP, file=sys.stderr)
             continue
-        messages.append({"role": "user", "content": line.removeprefix("/") if line.startswith("//") else line})
+        messages.append(_message(line.removeprefix("/") if line.startswith("//") else line, images))
+        images = []
         parts.clear()
         try:
             _print(model.chat(messages, params, on_text), as_json)

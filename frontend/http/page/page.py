@@ -9,7 +9,7 @@ from quire.frontend.http.page.content_policy import source_of
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.serving.server import Server
 
-SCRIPTS = ("metrics.js", "figures.js", "admin.js", "markdown.js", "chat.js")
+SCRIPTS = ("metrics.js", "figures.js", "admin.js", "markdown.js", "images.js", "chat.js")
 """In order: each script uses the previous ones."""
 
 

@@ -43,6 +43,7 @@ def _card(server: Server, name: str, created: int = 0) -> Card:
         "max_model_len": server.engine.max_model_len,
         "tasks": server.capabilities.tasks,
         "implementation": server.settings.implementation,
+        "input_modalities": ["text", "image"] if server.parser.reads_images else ["text"],
     }
 
 

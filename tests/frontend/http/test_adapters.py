@@ -238,5 +238,14 @@ class TestRuntime:
 def test_without_adapters_models_are_as_before(client: Any, engine: FakeEngine, text_in: TextIn) -> None:
     app = type(client)(make_app(engine, ServerSettings(text_in=text_in, served_model_names=("tiny",))))
     (card,) = json.loads(app.get("/v1/models").text)["data"]
-    assert set(card) == {"id", "object", "created", "owned_by", "max_model_len", "tasks", "implementation"}
+    assert set(card) == {
+        "id",
+        "object",
+        "created",
+        "owned_by",
+        "max_model_len",
+        "tasks",
+        "implementation",
+        "input_modalities",
+    }
     assert app.request("POST", "/v1/completions", json={"model": "sql", "prompt": "x"}).status_code == 404

@@ -1,6 +1,7 @@
 """Images in the messages of all APIs: how they are given, where they are in the prompt, and what is refused."""
 
 import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +30,15 @@ class FakeReader:
     """Takes 3 rows for the image ``...,a``, 2 for any other, around a token of text."""
 
     def __init__(self) -> None:
-        self.read_sources: list[ImageSource] = []
+        self.stored: weakref.WeakSet[StoredImage] = weakref.WeakSet()
 
     async def read(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
         return self.read_now(sources)
 
     def read_now(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
-        self.read_sources += sources
-        return [self._stored(source) for source in sources]
+        made = [self._stored(source) for source in sources]
+        self.stored.update(made)
+        return made
 
     def _stored(self, source: ImageSource) -> StoredImage:
         if source.url.startswith("http"):
@@ -44,7 +46,17 @@ class FakeReader:
         num_rows = 3 if source.url.endswith(",a") else 2
         expansion = "(<row>:" + "<row>" * (num_rows - 1) + ")"
         digest = source.url.removeprefix(PICTURE).encode().ljust(32)
-        return StoredImage(digest, source.url, expansion, num_rows, (1, num_rows, 1), 9, 9, 1000, "<image>")
+        return StoredImage(
+            digest=digest,
+            path=source.url,
+            placeholder="<image>",
+            expansion=expansion,
+            num_rows=num_rows,
+            grid=(1, num_rows, 1),
+            width=9,
+            height=9,
+            num_bytes=1000,
+        )
 
     def close(self) -> None:
         pass
@@ -175,7 +187,7 @@ def test_images_of_tools(make: Any, fake: FakeEngine, words: Tokenizer, template
     assert [item.num_rows for item in fake.items[-1]] == [3]
 
 
-def test_a_session_and_a_fork_keep_images(make: Any, fake: FakeEngine) -> None:
+def test_a_session_keeps_images(make: Any, fake: FakeEngine, reader: FakeReader) -> None:
     client = make()
     session = client.post("/v1/sessions").json()["id"]
     fields = {"model": "tiny", "session": session}
@@ -188,14 +200,10 @@ def test_a_session_and_a_fork_keep_images(make: Any, fake: FakeEngine) -> None:
     assert [fake.added[-1].prompt[begin] for begin, _ in fake.items[-1][1].ranges] == [
         fake.added[0].prompt[one.begin]
     ] * 2
-    assert {image.path for image in stored_images()} == {PICTURE + "a", PICTURE + "b"}
+    assert {image.path for image in reader.stored} == {PICTURE + "a", PICTURE + "b"}
     assert client.request("DELETE", f"/v1/sessions/{session}").status_code == 200
-    assert not stored_images(), "nothing else keeps them once the session has ended"
-
-
-def stored_images() -> list[StoredImage]:
     gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, StoredImage)]
+    assert not reader.stored, "nothing else keeps them once the session has ended"
 
 
 def test_a_special_token_does_not_arise_between_parts(make: Any, fake: FakeEngine, words: Tokenizer) -> None:

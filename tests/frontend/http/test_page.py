@@ -83,7 +83,7 @@ def test_the_script_uses_routes_metrics_and_elements_that_exist() -> None:
 
 def test_each_control_has_a_name() -> None:
     controls = re.findall(r"<(?:input|select|textarea)[^>]*\bid=\"([\w-]+)\"", MARKUP)
-    assert controls == ["key", "models", "system", "temperature", "text", "admin-key"]
+    assert controls == ["key", "models", "system", "temperature", "files", "text", "admin-key"]
     assert set(re.findall(r'<label for="([\w-]+)"', MARKUP)) == set(controls)
     assert all(text.strip() for text in re.findall(r"<button[^>]*>(.*?)</button>", MARKUP))
     assert set(re.findall(r'aria-(?:labelledby|describedby)="([\w-]+)"', MARKUP)) <= set(

@@ -172,8 +172,17 @@ def test_token_ids(family: Callable[[], tuple[Any, str, str]], tmp_path: Path) -
     def stored(image: Any, number: int) -> StoredImage:
         asked = processor(images=[[image]], text=[processor.image_token], return_text_replacement_offsets=True)
         expansion = asked["text_replacement_offsets"][0][0]["replacement"]
-        size = (image.width, image.height, 0, processor.image_token)
-        return StoredImage(bytes([number]) * 32, f"/{number}", expansion, expansion.count(row_token), (), *size)
+        return StoredImage(
+            digest=bytes([number]) * 32,
+            path=f"/{number}",
+            placeholder=processor.image_token,
+            expansion=expansion,
+            num_rows=expansion.count(row_token),
+            grid=(),
+            width=image.width,
+            height=image.height,
+            num_bytes=0,
+        )
 
     for messages in conversations("?"):
         given = [part["image"] for m in messages for part in m["content"] if part["type"] == "image"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,29 @@ def test_commands_of_a_conversation(
     helped, cleared, unknown, again = capsys.readouterr().err.splitlines()
     assert "/clear: forget the conversation" in helped == again
     assert (cleared, unknown) == ("the conversation is empty", "unknown command /hlep")
+
+
+def test_images_go_before_the_text_of_the_next_message(
+    server: FakeHttp,
+    streams: Streams,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    streams.are(chat=True)
+    one, other = tmp_path / "a b.webp", tmp_path / "unnamed"
+    one.write_bytes(b"1")
+    other.write_bytes(b"2")
+    lines = (f"/image {other}", "first", "/image", f"/image {tmp_path / 'none.png'}", "second")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    cli.main(["chat", "--url", server.url, "--image", str(one)])
+    first, _, second = [message["content"] for message in server.bodies[1][1]["messages"]]
+    urls = ["data:image/webp;base64,MQ==", "data:image/png;base64,Mg=="]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    assert first == [*parts, {"type": "text", "text": "first"}] and second == "second"
+    added, unknown, _, missing = capsys.readouterr().err.splitlines()
+    assert (added, unknown) == ("2 images for the next message", "unknown command /image")
+    assert missing.endswith("none.png: cannot be read: No such file or directory")
 
 
 @pytest.mark.full

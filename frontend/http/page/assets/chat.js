@@ -35,7 +35,8 @@ async function loadModels() {
     }
     return showError(response.status === 401 && !key ? "" : await refusal(response));
   }
-  const names = (await response.json()).data.map((model) => model.id);
+  const models = (await response.json()).data, names = models.map((model) => model.id);
+  allowImages(models[0].input_modalities.includes("image"));
   byId("models").replaceChildren(...names.map((name) => new Option(name, name)));
   byId("model").textContent = names[0];
   byId("login").hidden = true;
@@ -141,10 +142,12 @@ async function answer(undo) {
 
 function send() {
   const text = byId("text").value.trim();
-  if (!text || answering) return;
+  if (!(text || attached.length) || answering) return;
+  const images = attached, parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
   byId("text").value = "";
-  conversation.push({ role: "user", content: text });
-  const own = addMessage("user", element("div.text", text));
+  setAttached([]);
+  conversation.push({ role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
+  const own = addMessage("user", ...images.map(picture), element("div.text", text));
   answer((messages, { thoughts, whole }) => {
     messages.pop(); // templates want turns
     if (messages !== conversation) return;
@@ -153,6 +156,7 @@ function send() {
       own.remove();
       whole.remove();
       byId("text").value = byId("text").value || text;
+      if (!attached.length) setAttached(images);
     }
   });
 }

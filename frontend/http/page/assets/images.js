@@ -1,0 +1,60 @@
+// The images of the next message: chosen, dropped or pasted. They are data URLs of this page until they are sent.
+
+let readsImages = false;
+let attached = []; // { name, url }
+
+function allowImages(is) {
+  readsImages = is;
+  byId("attach").hidden = !is;
+}
+
+/** Return an image as an element. */
+const picture = ({ name, url }) => Object.assign(element("img.picture"), { src: url, alt: name });
+
+function setAttached(images) {
+  attached = images;
+  byId("attached").replaceChildren(...images.map((image) => {
+    const remove = element("button.copy", "Remove");
+    Object.assign(remove, { type: "button", ariaLabel: `Remove ${image.name}` });
+    remove.addEventListener("click", () => {
+      setAttached(attached.filter((other) => other !== image));
+      byId("text").focus();
+    });
+    return element("li", picture(image), remove);
+  }));
+}
+
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(reader.error);
+    reader.readAsDataURL(file);
+  });
+}
+
+/** Attach the images among some files. */
+async function attach(files) {
+  const images = [...files].filter((file) => file.type.startsWith("image/"));
+  try {
+    const urls = await Promise.all(images.map(dataUrl));
+    setAttached([...attached, ...urls.map((url, i) => ({ name: images[i].name, url }))]);
+  } catch {
+    showError("a file cannot be read");
+  }
+}
+
+/** Take files from an event with a `transfer` of data, such as a drop, in place of what the browser would do. */
+function takeFiles(event, transfer) {
+  if (!readsImages || !transfer.types.includes("Files")) return;
+  event.preventDefault();
+  attach(transfer.files);
+}
+
+byId("attach").addEventListener("click", () => byId("files").click());
+byId("files").addEventListener("change", () => {
+  attach(byId("files").files);
+  byId("files").value = ""; // the same file may be chosen again
+});
+byId("text").addEventListener("paste", (event) => takeFiles(event, event.clipboardData));
+for (const kind of ["dragover", "drop"]) byId("chat").addEventListener(kind, (event) => takeFiles(event, event.dataTransfer));
