@@ -161,6 +161,7 @@ class Stream:
                 self.request,
                 prompt_token_ids=np.zeros(0, np.int32),
                 output_token_ids=None,
+                items=[],
                 forked_from=parent.request_id,
                 num_forked_tokens=len(self.request.prompt_token_ids) + len(self.tokens),
             )

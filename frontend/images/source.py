@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy.typing as npt
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,13 @@ class ImageReader(Protocol):
 
     def close(self) -> None:
         """Stop the helpers. Stored images stay."""
+
+
+class RowsReader(Protocol):
+    """Reads prompts given as embeddings. Both methods raise InvalidRequest, which names the field ``where``."""
+
+    def read(self, where: str, value: object) -> StoredRows:
+        """Return the embeddings of a field of JSON."""
+
+    def keep(self, where: str, rows: npt.NDArray[Any]) -> StoredRows:
+        """Return the embeddings of an array ``[n, hidden_size]`` of float32 or float16."""

@@ -3,10 +3,10 @@
 import io
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from quire.frontend.images.source import ImageSource
+from quire.frontend.images.source import ImageReader, ImageSource, StoredImage
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")
@@ -21,6 +21,25 @@ class PartAt:
 
     where: str
     part: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class MessageImages:
+    """The images of the messages of one request, in order.
+
+    Attributes:
+        sources: all of them; emptied once they are read, because they may be large.
+        stored: those that are read; before that, the first ones, if a stored response has them.
+    """
+
+    sources: list[ImageSource] = field(default_factory=list)
+    stored: list[StoredImage] = field(default_factory=list)
+
+    async def read(self, reader: ImageReader) -> list[StoredImage]:
+        """Return all images. Raises InvalidRequest as ``ImageReader.read``."""
+        self.stored = [*self.stored, *await reader.read(self.sources[len(self.stored) :])]
+        self.sources.clear()
+        return self.stored
 
 
 def image_source(part: Mapping[str, Any], where: str) -> ImageSource:

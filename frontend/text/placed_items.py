@@ -16,7 +16,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PlacedItem:
-    """An item of a prompt. ``ranges``: as of InputItem. Whoever needs the item's file keeps this object."""
+    """An item of a prompt. ``ranges``: as of InputItem. Its file exists as long as this object is kept."""
 
     content: StoredImage | StoredRows
     ranges: Ranges

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.frontend.images.source import StoredImage, StoredRows
 from quire.frontend.text.chat_template import RESERVED_VARIABLES, Message
 from quire.frontend.text.control_text import written_end
 from quire.frontend.text.parsing.thoughts import Thoughts
@@ -69,6 +70,11 @@ class Prompt:
     thoughts: Callable[[], Thoughts] | None = None
     plain_spans: Spans = ()
     items: tuple[PlacedItem, ...] = ()
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Number of positions that take rows of images."""
+        return sum(each.content.num_rows for each in self.items if isinstance(each.content, StoredImage))
 
 
 def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:
@@ -132,6 +138,17 @@ def conversation_prompt(
     items = place_images(ids, options.images, text_in.image_token_id)
     end = written_end(rendered) if options.add_generation_prompt else ""
     return replace(prompt, end=end, plain_spans=plain, items=items)
+
+
+def prompt_of_rows(rows: StoredRows, limits: ModelLimits, param: str) -> Prompt:
+    """Return the prompt that consists of given embeddings. Its token ids are 0, which nothing reads.
+
+    Raises:
+        InvalidRequest: it is longer than the context.
+    """
+    prompt = prompt_from_ids([0] * rows.num_rows, limits, param)
+    item = PlacedItem(rows, ((0, rows.num_rows),))
+    return replace(prompt, plain_spans=((0, rows.num_rows),), items=(item,))
 
 
 def moved(spans: Spans, offset: int) -> list[tuple[int, int]]:
@@ -218,6 +235,8 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
         InvalidRequest: prompt and ``max_tokens`` together exceed the context. A prompt that is scored may fill it: the
             one token after it is sampled, but never computed.
     """
+    if any(isinstance(item.content, StoredRows) for item in prompt.items):
+        _check_without_ids(params)
     num_prompt_tokens = len(prompt.token_ids)
     room = max(limits.max_model_len - num_prompt_tokens, int(params.prompt_logprobs is not None))
     if not room:
@@ -232,6 +251,15 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
         )
     plain = [list(span) for span in prompt.plain_spans]
     return msgspec.structs.replace(params, n=1, stop=[], seed=None, max_tokens=min(wanted, room), plain_spans=plain)
+
+
+def _check_without_ids(params: SamplingParams) -> None:
+    """Raise InvalidRequest for a parameter that reads the token ids of the prompt, which embeddings do not have."""
+    for name, unset in (("prompt_logprobs", None), ("repetition_penalty", 1.0)):
+        value = getattr(params, name)
+        if value != unset:
+            text = f"{name} cannot be combined with prompt_embeds, which have no token ids (got {value})"
+            raise InvalidRequest(text, name, "unsupported_value")
 
 
 def check_volume(params: ListLike[SamplingParams], prompts: ListLike[Prompt], n: int) -> None:

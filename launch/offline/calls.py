@@ -15,13 +15,20 @@ from tqdm import tqdm
 
 from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.engine.job import Job
-from quire.frontend.images.source import ImageReader, ImageSource
+from quire.frontend.images.source import ImageReader, ImageSource, RowsReader
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput
-from quire.frontend.text.prompts import Prompt, check_params, encode_prompt, fit_params, tokenize_bad_words
+from quire.frontend.text.prompts import (
+    Prompt,
+    check_params,
+    encode_prompt,
+    fit_params,
+    prompt_of_rows,
+    tokenize_bad_words,
+)
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.frontend.text.text_out import TokenTexts
 from quire.launch.offline.batch import Batch, BatchPart
@@ -29,7 +36,7 @@ from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.call_options import CallOptions, RequestOptions, check_known, one_each, terms_for
 from quire.launch.offline.pooled_input import PooledInput, RowsOutput
 from quire.launch.offline.pooling_methods import PoolingOptions
-from quire.launch.offline.prompt_input import PromptInput, plain_prompt
+from quire.launch.offline.prompt_input import PromptInput, given_rows, plain_prompt
 from quire.launch.offline.reading import Reading
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.running import RunningRequest, check_startable, num_shared
@@ -49,10 +56,12 @@ class OfflineCalls:
         client: set when the engine is ready.
         capabilities: what the model can do.
         images: reads the images of messages; None: the model reads none.
+        rows: keeps prompts given as embeddings; None: they are refused.
     """
 
     client: BlockingClient
     images: ImageReader | None = None
+    rows: RowsReader | None = None
 
     def __init__(self, config: EngineConfig, text_in: TextIn) -> None:
         self._adapters = AdapterReader(config.model, config.max_lora_rank) if config.enable_lora else None
@@ -114,6 +123,11 @@ class OfflineCalls:
             yield [f"offline-{number}" for number in range(first, first + num_requests)]
 
     def encode(self, prompt: PromptInput, *, add_special_tokens: bool = True) -> Prompt:
+        if (rows := given_rows(prompt)) is not None:
+            if self.rows is None:
+                text = "prompt_embeds are not supported: create the LLM with enable_prompt_embeds=True"
+                raise InvalidRequest(text, "prompt_embeds", "unsupported")
+            return prompt_of_rows(self.rows.keep("prompt_embeds", rows), self.client, "prompt_embeds")
         return encode_prompt(plain_prompt(prompt), self._text_in, self.client, add_special_tokens=add_special_tokens)
 
     def conversation(self, given: Any, options: ChatOptions) -> tuple[list[Message], ChatOptions]:

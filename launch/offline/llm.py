@@ -99,8 +99,8 @@ class LLM(PoolingMethods):
         """Complete one prompt or many. ``options``: as of CallOptions.
 
         Args:
-            prompts: a string, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list
-                of these.
+            prompts: a string, a list of token ids, ``{"prompt": str}``, ``{"prompt_token_ids": [...]}`` or
+                ``{"prompt_embeds": tensor}`` (``[n, hidden_size]``, with ``enable_prompt_embeds``), or a list of these.
             sampling_params: one for all prompts, or one per prompt. None: ``default_sampling_params()``.
 
         Returns:

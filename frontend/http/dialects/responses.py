@@ -19,6 +19,7 @@ from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.stored.response_store import OwnResponses, StoredResponse
+from quire.frontend.images.source import StoredImage
 from quire.frontend.sessions.open_session import OpenSession, Piece
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -114,7 +115,7 @@ async def read_with_stored(
         ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``Peers.fetch``.
     """
     stored = StoredItems(own)
-    lookup = Lookup(stored.conversation, stored.chain, stored.item)
+    lookup = Lookup(stored.conversation, stored.chain, stored.item, stored.images)
     while True:
         try:
             return await server.texts.run(len(body), lambda: parse_body(body, lambda raw: parse(raw, lookup)))
@@ -142,6 +143,9 @@ class StoredItems:
 
     def conversation(self, response_id: str) -> tuple[bytes, ...]:
         return self._get(response_id).conversation
+
+    def images(self, response_id: str) -> tuple[StoredImage, ...]:
+        return self._get(response_id).images
 
     def chain(self, response_id: str) -> str:
         return self._get(response_id).chain or response_id
@@ -182,7 +186,9 @@ async def show_stored(server: Server, request: Request) -> Response:
     """Return the response with an id, or with an item of this id, to another front end."""
     own, missing_id = server.responses_of(request.scope), request.path_params["id"]
     found = own.get(missing_id) or own.with_item(missing_id)
-    return Response(msgspec.msgpack.encode(found), 404 if found is None else 200)
+    if found is None:
+        return Response(msgspec.msgpack.encode(None), 404)
+    return Response(msgspec.msgpack.encode(msgspec.structs.replace(found, images=())))
 
 
 def _stored(server: Server, request: Request) -> StoredResponse:
@@ -215,7 +221,8 @@ def store_response(
     ids = () if only_for is not None else tuple(item["id"] for item in output)
     conversation = (*parsed.before, *parsed.input, *items)
     sizes = len(parsed.before), len(parsed.input)
-    response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain)
+    images = tuple(parsed.chat.images.stored)
+    response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain, images)
     own.add(response_id, response)
 
 

@@ -15,6 +15,7 @@ from quire.frontend.http.schema.bodies import Effort, Name
 from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.schema import ChatRequest, Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
+from quire.frontend.images.source import StoredImage
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.frontend.text.message_form import INSTRUCTIONS
@@ -130,11 +131,13 @@ class Lookup:
         conversation: the items up to the end of a response, as JSON.
         chain: the id of the first response of the chain that ends with a response.
         item: one output item, as JSON.
+        images: those of the items up to the end of a response, or none of them.
     """
 
     conversation: Callable[[str], tuple[bytes, ...]]
     chain: Callable[[str], str]
     item: Callable[[str, str], bytes]
+    images: Callable[[str], tuple[StoredImage, ...]]
 
 
 def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
@@ -176,6 +179,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         parsed = enforce_grammars(parser.chat(chat), tools, ignored)
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
+    parsed.images.stored += () if previous is None else lookup.images(previous)
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
     terms = replace(parsed.terms, job=parsed.terms.job.or_by("response", chain))
     parsed = replace(parsed, ignored=names, terms=terms)

@@ -105,7 +105,7 @@ class Generation:
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
-        self._num_image_tokens = sum(item.content.num_rows for prompt in prompts for item in prompt.items)
+        self._num_image_tokens = sum(prompt.num_image_tokens for prompt in prompts)
         self._running: list[tuple[int, StreamedAnswer, SequenceClock]] = []
         """The submitted sequences that have not ended, with their indices."""
         self.terms = request.terms

@@ -15,8 +15,8 @@ from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
-from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.prompts import check_token_ids
 from quire.frontend.text.text_in import NO_TOKENIZER, ChatOptions
 from quire.protocol.errors import InvalidRequest
@@ -35,7 +35,7 @@ class TokenizeRequest:
     prompt: str | tuple[list[Message], ChatOptions]
     add_special_tokens: bool
     return_token_strs: bool
-    images: list[ImageSource] = field(default_factory=list)
+    images: MessageImages = field(default_factory=MessageImages)
 
 
 async def tokenize(server: Server, request: Request) -> Response:
@@ -92,7 +92,7 @@ def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) ->
     body = read(TokenizeBody, raw, ignored=ignored)
     model = parser.model(body.model)
     prompt: str | tuple[list[Message], ChatOptions]
-    images: list[ImageSource] = []
+    images = MessageImages()
     if body.messages is not None:
         messages, options = parser.conversation(body, images)
         tools, _ = parse_tools(body.tools, None, parallel=True, ignored=ignored)

@@ -120,7 +120,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    prompt: Any
+    prompt: Any = None
+    prompt_embeds: Any = None
     logprobs: Any = None
     echo: bool = False
     add_special_tokens: bool = True

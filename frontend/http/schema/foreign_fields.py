@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from quire.protocol.errors import InvalidRequest, did_you_mean
 
-_TEXT_ONLY, _NO_RESPONSE = "this server reads text and token ids only", "no response has it"
+_NO_RESPONSE = "no response has it"
 
 
 def _each(names: str, text: str) -> dict[str, str]:
@@ -24,7 +24,9 @@ UNSUPPORTED = {
     **_each("echo input_ids best_of", "use /v1/completions"),
     **_each("thinking enable_thinking reasoning think task", "use reasoning_effort or chat_template_kwargs"),
     **_each("include_reasoning separate_reasoning", "thoughts are in reasoning_content"),
-    **_each("prompt_embeds inputs_embeds input_embeds mm_features multi_modal_data mm_payload images", _TEXT_ONLY),
+    **_each("prompt_embeds", "use /v1/completions"),
+    **_each("inputs_embeds input_embeds", "use prompt_embeds of /v1/completions, with --enable-prompt-embeds"),
+    **_each("mm_features multi_modal_data mm_payload images", "images are parts of messages"),
     **_each("lora lora_name lora_path lora_request lora_modules adapter", "name the adapter as model"),
     **_each("kv_transfer_params ec_transfer_params", "caches are not sent from server to server"),
     **_each("truncate_prompt_tokens", "a prompt is never shortened"),
@@ -71,7 +73,7 @@ WITHOUT_EFFECT = {
     **_each("stream_interval spaces_between_special_tokens keep_alive", "it changes no answer"),
     **_each("truncation_side", "a prompt is never shortened"),
     **_each("timings_per_token return_cached_tokens_details return_spec_tokens_details", "/metrics has figures"),
-    **_each("mm_processor_kwargs media_io_kwargs images_config video_config", _TEXT_ONLY),
+    **_each("mm_processor_kwargs media_io_kwargs images_config video_config", "the checkpoint's processor has its own"),
     **_each(
         "repeat_last_n mirostat_tau mirostat_eta xtc_threshold dry_base dry_allowed_length", "it has no effect alone"
     ),

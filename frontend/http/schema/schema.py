@@ -28,11 +28,11 @@ from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.sampling_fields import ALIASES, constraint, has_alias, sampling_objects
 from quire.frontend.http.schema.tools import ToolUse, answer_or_calls, parse_tools
 from quire.frontend.http.schema.unknown_fields import Ignored, UnknownFields
-from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.writing import AnswerWriter
-from quire.frontend.text.prompts import ModelLimits, check_params, check_template_variables, split_prompts
+from quire.frontend.text.prompts import MAX_PROMPTS, ModelLimits, check_params, check_template_variables, split_prompts
 from quire.frontend.text.text_in import ChatOptions
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request import plugins
@@ -72,6 +72,14 @@ class CommonRequest:
     terms: Terms = NO_TERMS
 
 
+@dataclass(frozen=True, slots=True)
+class GivenEmbeddings:
+    """A prompt given as embeddings, which are not decoded yet. ``where``: its field."""
+
+    where: str
+    value: Any
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(CommonRequest):
     """``echo``: start the text and its log probabilities with the prompt.
@@ -80,7 +88,7 @@ class CompletionRequest(CommonRequest):
     ``hides_logprobs``: log probabilities serve only to find the best choices, and are left out of the response.
     """
 
-    prompts: list[str | list[int]]
+    prompts: Sequence[str | list[int] | GivenEmbeddings]
     echo: bool
     add_special_tokens: bool
     hides_logprobs: bool
@@ -94,7 +102,7 @@ class ChatRequest(CommonRequest):
         tool_use: the required call, or None.
         parallel_calls: an answer may have more than one.
         has_only_calls: an answer with a call has no content besides.
-        images: those of the messages, in order; empty once they are read, because they may be large.
+        images: those of the messages.
     """
 
     messages: list[Message]
@@ -102,7 +110,7 @@ class ChatRequest(CommonRequest):
     tool_use: ToolUse | None
     parallel_calls: bool = True
     has_only_calls: bool = False
-    images: list[ImageSource] = field(default_factory=list)
+    images: MessageImages = field(default_factory=MessageImages)
 
 
 class OtherModels(Protocol):
@@ -122,6 +130,7 @@ class Parser:
         defaults: the model's sampling parameters, for fields that a request leaves out.
         writer: how the model writes calls, if that is known.
         reads_images: messages may have images.
+        takes_embeddings: prompts may be embeddings.
     """
 
     served_names: Sequence[str]
@@ -132,6 +141,7 @@ class Parser:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     writer: AnswerWriter | None = None
     reads_images: bool = False
+    takes_embeddings: bool = False
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         ignored = Ignored(self.unknown_fields)
@@ -147,11 +157,29 @@ class Parser:
             params = ranked(params, body.best_of, stream=body.stream)
         return CompletionRequest(
             **self._common(body, params, max_tokens, raw, ignored, num_returned),
-            prompts=split_prompts(body.prompt) if body.session is None else [_one_prompt(body.prompt)],
+            prompts=self._prompts(body),
             echo=body.echo,
             add_special_tokens=body.add_special_tokens,
             hides_logprobs=hides_logprobs,
         )
+
+    def _prompts(self, body: CompletionBody) -> Sequence[str | list[int] | GivenEmbeddings]:
+        name, value = "prompt_embeds", body.prompt_embeds
+        if value is None:
+            if body.prompt is None:
+                raise InvalidRequest("prompt is required", "prompt", "missing_required_parameter")
+            return split_prompts(body.prompt) if body.session is None else [_one_prompt(body.prompt)]
+        if not self.takes_embeddings:
+            text = f"{name} is not supported: the server must be started with --enable-prompt-embeds"
+            raise InvalidRequest(text, name, "unsupported")
+        for other in ("prompt", "session", "echo"):  # nothing has the text of embeddings
+            if getattr(body, other):
+                raise InvalidRequest(f"{name} cannot be combined with {other}", name, "unsupported_value")
+        if not isinstance(value, list):
+            return [GivenEmbeddings(name, value)]
+        if not 1 <= len(value) <= MAX_PROMPTS:
+            raise InvalidRequest(f"{name} must hold 1 to {MAX_PROMPTS} prompts (got {len(value)})", name)
+        return [GivenEmbeddings(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
     def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
         ignored = Ignored(self.unknown_fields)
@@ -173,7 +201,7 @@ class Parser:
         form = answer_or_calls(self.writer, content, tools or [], parallel=parallel)
         if form is not None:
             params = msgspec.structs.replace(params, structured_outputs=form)
-        images: list[ImageSource] = []
+        images = MessageImages()
         messages, options = self.conversation(body, images)
         if body.session is not None:
             if body.add_generation_prompt is not None or body.continue_final_message:
@@ -191,13 +219,14 @@ class Parser:
         )
 
     def conversation(
-        self, body: ChatBody | TokenizeBody | ClassificationBody, images: list[ImageSource] | None = None
+        self, body: ChatBody | TokenizeBody | ClassificationBody, images: MessageImages | None = None
     ) -> tuple[list[Message], ChatOptions]:
         """Return the messages and the template options to render them with.
 
         ``images``: gets those of the messages, if the model reads any; None: the route reads none.
         """
-        messages = check_messages(body.messages, images=images if self.reads_images else None)
+        sources = images.sources if images is not None and self.reads_images else None
+        messages = check_messages(body.messages, images=sources)
         continues = body.continue_final_message
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         if continues and opens:

@@ -24,8 +24,9 @@ from quire.frontend.http.serving.tracing import OtlpTracer, RequestSpan
 from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
 from quire.frontend.http.stored.response_store import OwnResponses, ResponseStore
 from quire.frontend.ids import new_id
-from quire.frontend.images.source import ImageReader, ImageSource
+from quire.frontend.images.source import ImageReader, RowsReader
 from quire.frontend.sessions.session_store import SessionStore
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder
@@ -87,6 +88,7 @@ class ServerSettings:
         moe: the model's layers with experts; None: it has none.
         capabilities: what the model can do.
         images: reads the images of messages; None: the model reads none.
+        rows: reads prompts given as embeddings; None: they are refused.
         implementation: what computes the model (``ModelConfig.implementation``).
     """
 
@@ -117,6 +119,7 @@ class ServerSettings:
     moe: MoeConfig | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     images: ImageReader | None = None
+    rows: RowsReader | None = None
     implementation: str = "native"
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
@@ -165,6 +168,7 @@ class Server:
             unknown_fields=UnknownFields(settings.unknown_fields),
             writer=None if settings.answer_format is None else settings.answer_format.writer,
             reads_images=settings.images is not None,
+            takes_embeddings=settings.rows is not None,
         )
         self.capabilities = settings.capabilities
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
@@ -210,17 +214,15 @@ class Server:
         """Return what the client of a request, or of a ``connection`` that keeps responses of its own, has stored."""
         return OwnResponses(self.response_store, scope["state"][TENANT], connection)
 
-    async def with_images(self, options: ChatOptions, sources: list[ImageSource]) -> ChatOptions:
-        """Return the options of a conversation with its images, which are read; the list is empty then.
+    async def with_images(self, options: ChatOptions, images: MessageImages) -> ChatOptions:
+        """Return the options of a conversation with its images, which are read.
 
         Raises:
             InvalidRequest: as ``ImageReader.read``.
         """
-        if not sources or self.settings.images is None:
+        if not images.sources or self.settings.images is None:
             return options
-        found = await self.settings.images.read(sources)
-        sources.clear()
-        return replace(options, images=found)
+        return replace(options, images=await images.read(self.settings.images))
 
     def enter_queue(self, terms: Terms, num_sequences: int) -> WaitingSequences:
         """As ``KeyQueues.enter``."""

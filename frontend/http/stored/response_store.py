@@ -19,6 +19,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
         output_ids: ids of the items after those; empty if requests cannot refer to single items.
         only_for: the connection that alone may refer to the response, or None for all of the tenant.
         chain: id of the first response of its chain, or "" if it is the first.
+        images: all StoredImages of ``conversation``, in order; empty in a copy for another front end.
     """
 
     body: bytes
@@ -28,6 +29,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
     output_ids: tuple[str, ...]
     only_for: Any = None
     chain: str = ""
+    images: tuple[Any, ...] = ()
 
     @property
     def input(self) -> tuple[bytes, ...]:
@@ -44,7 +46,8 @@ class StoredResponse(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         """The size, with shared items counted in full, so that the sum is an upper bound."""
-        return len(self.body) + sum(map(len, self.conversation)) + 128 * len(self.conversation)
+        of_images = sum(image.num_bytes for image in self.images)
+        return len(self.body) + sum(map(len, self.conversation)) + 128 * len(self.conversation) + of_images
 
 
 @dataclass(slots=True)

@@ -263,3 +263,14 @@ def test_a_template_without_images(make: Any) -> None:
     body = {"model": "tiny", **user(chat_image("a"), text("x"))}
     error = make(template).post("/v1/chat/completions", body).json()["error"]
     assert error["param"] == "messages" and "1 images, of which this model's chat template writes 0" in error["message"]
+
+
+def test_a_stored_response_keeps_its_images(make: Any, fake: FakeEngine, reader: FakeReader) -> None:
+    """The next turn finds them, and reads its own only."""
+    client, items = make(), FORMS["/v1/responses"]
+    first = client.post("/v1/responses", {"model": "tiny", **items(input_image("a"))}).json()["id"]
+    (one,) = reader.stored
+    second = {"model": "tiny", "previous_response_id": first, **items(input_image("b"))}
+    assert client.post("/v1/responses", second).status_code == 200
+    assert [item.num_rows for item in fake.items[-1]] == [3, 2] and len(reader.stored) == 2
+    assert fake.items[-1][0].digest == one.digest

@@ -115,3 +115,37 @@ def test_ids_of_other_servers_become_nine_letters_where_a_template_demands_them(
     assert rendered(ids, TURNS) == f"{LONG} {LONG}"
     short = json.loads(json.dumps(TURNS).replace(LONG, "Ab3dEf6hI"))
     assert rendered(strict, short) == "Ab3dEf6hI Ab3dEf6hI"
+
+
+IN_PARTS = (
+    "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% elif c.type == 'image' %}#{% endif %}{% endfor %}"
+)
+ANY = "{% if m.content is string %}{{ m.content }}{% else %}" + IN_PARTS + "{% endif %}"
+AS_TEXT = "{{ m.content }}"
+IMAGE = {"type": "image_url", "image_url": "data:,"}
+SHOWN = {"role": "user", "content": [IMAGE, {"type": "text", "text": "U"}]}
+RESULT = {"role": "tool", "tool_call_id": LONG, "content": [{"type": "text", "text": "r"}, IMAGE]}
+PARTS: list[tuple[str, str, list[dict[str, Any]], str]] = [
+    (IN_PARTS, IN_PARTS, [{"role": "system", "content": "S"}, SHOWN], "<system>S<user>#U"),  # SmolVLM, LLaVA
+    (IN_PARTS, IN_PARTS, [{"role": "developer", "content": "S"}, {"role": "user", "content": "U"}], "<system>S<user>U"),
+    (ANY, AS_TEXT, [SHOWN, {"role": "assistant", "content": "A"}, SHOWN], "<user>#U<assistant>A<user>#U"),  # Pixtral
+    (ANY, ANY, [SHOWN, TURNS[1], RESULT, SHOWN], "<user>#U<assistant>f<tool>r#<user>#U"),  # Qwen3-VL
+    (ANY, AS_TEXT, [SHOWN, TURNS[1], RESULT, RESULT], "<user>#U<assistant>f<tool>r<tool>r<user>##"),
+    (ANY, AS_TEXT, [SHOWN, TURNS[1], RESULT, SHOWN], "<user>#U<assistant>f<tool>r<user>#<user>#U"),
+]
+
+
+@pytest.mark.parametrize(("user", "others", "messages", "text"), PARTS)
+def test_texts_are_parts_and_images_are_where_the_template_takes_them(
+    user: str, others: str, messages: list[dict[str, Any]], text: str
+) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    source = LOOP + "<{{ m.role }}>" + calls + "{% if m.role == 'user' %}" + user + "{% elif m.content %}" + others
+    conversation = Conversation(messages=check_messages(messages, images=[]), max_chars=10_000)
+    assert ChatTemplate(source + "{% endif %}{% endfor %}", {}, "test").render(conversation) == text
+
+
+def test_the_final_message_is_continued_in_parts() -> None:
+    source = LOOP + "<{{ m.role }}>" + IN_PARTS + "</>{% endfor %}"
+    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
+    assert rendered(source, messages, continue_final_message=True) == "<user>U</><assistant>A"
