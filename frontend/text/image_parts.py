@@ -93,7 +93,10 @@ def _png(value: Any, where: str) -> bytes:
     from PIL import ImageOps
 
     made = io.BytesIO()
-    ImageOps.exif_transpose(value).convert("RGB").save(made, "PNG", compress_level=1)
+    try:
+        ImageOps.exif_transpose(value).convert("RGB").save(made, "PNG", compress_level=1)
+    except (OSError, ValueError, SyntaxError, AttributeError):  # the file behind it is damaged or closed
+        raise InvalidRequest(f"{where} cannot be read as an image", where) from None
     return made.getvalue()
 
 

@@ -46,7 +46,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
     @property
     def num_bytes(self) -> int:
         """The size, with shared items counted in full, so that the sum is an upper bound."""
-        of_images = sum(image.num_bytes for image in self.images)
+        of_images: int = sum(image.num_bytes for image in self.images)
         return len(self.body) + sum(map(len, self.conversation)) + 128 * len(self.conversation) + of_images
 
 
