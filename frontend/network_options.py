@@ -3,6 +3,7 @@
 import re
 from typing import TYPE_CHECKING
 
+from quire.frontend.images.options import check_domains
 from quire.frontend.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError
 
@@ -19,6 +20,7 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.IGNORECASE | re.
 def check_network(options: ServeOptions) -> None:
     """Raise ConfigError for an unusable certificate, and an origin, host name or path that no request could have."""
     tls_context(options)
+    check_domains(options.allowed_media_domains or ())
     if options.root_path and not ROOT_PATH.fullmatch(options.root_path):
         raise ConfigError(f"--root-path must be a path such as /quire (got {options.root_path[:64]!r})")
     for origin in options.allowed_origins or ():

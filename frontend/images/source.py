@@ -43,7 +43,7 @@ class StoredImage:
     path: str
     expansion: str
     num_rows: int
-    grid: tuple[int, int, int] | tuple[()]
+    grid: tuple[int, ...]
     width: int
     height: int
     num_bytes: int

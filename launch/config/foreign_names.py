@@ -43,6 +43,9 @@ FOREIGN_NAMES = {
     "lora_paths": "--lora-modules",
     "max_loras_per_batch": "--max-loras",
     "max_loaded_loras": "--max-cpu-loras",
+    "limit_mm_per_prompt": "--max-images-per-prompt",
+    "allowed_media_domain": "--allowed-media-domains",
+    "mm_processor_cache_gb": "--image-memory-bytes",
     # llama.cpp
     "m": "MODEL (the first argument)",
     "hf": "MODEL (the first argument)",
@@ -80,7 +83,6 @@ FOREIGN_NAMES = {
     "verbose": "--log-level debug",
 }
 
-_TEXT_ONLY = "only text is supported: images, audio and video are not"
 _TASKS = "not needed: the routes of all tasks of the model are served; --pooling lets one that generates text embed"
 _PIPELINES = "not supported: use --tensor-parallel-size, or --data-parallel-size for several engines"
 _RANKS = "not needed: one server starts all engines (--data-parallel-size), on other machines too (--nodes)"
@@ -94,10 +96,10 @@ _REQUEST = "a parameter of requests, or a value of generation_config.json: --gen
 NO_EQUIVALENT = {
     "lora_scaled": "the scale of an adapter is that of its adapter_config.json: --lora-modules",
     "lora_dtype": "not needed: adapters have the type of the model's activations",
-    "mmproj": _TEXT_ONLY,
-    "limit_mm_per_prompt": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "enable_multimodal": _TEXT_ONLY,
+    "mmproj": "not needed: MODEL's folder has the vision tower and the processor",
+    "mm_processor_kwargs": "the settings of the checkpoint's preprocessor_config.json are used: change them there",
+    "allowed_local_media_path": "not supported: send files as data: URLs",
+    "enable_multimodal": _ALWAYS,
     "task": _TASKS,
     "runner": _TASKS,
     "convert": _TASKS,

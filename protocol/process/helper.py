@@ -137,6 +137,11 @@ class Helper:
         self._process = None
         self._end()
 
+    def kill(self) -> None:
+        """Kill the process, from any thread: the one that waits for an answer gets HelperDied."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def _exchange(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
         process = self._process
         assert process is not None

@@ -1,0 +1,46 @@
+"""Addresses that images may be fetched from: public ones."""
+
+import ipaddress
+import socket
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from quire.frontend.images.refused import Refused
+
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+_6TO4 = ipaddress.IPv6Network("2002::/16")
+
+
+class Address(NamedTuple):
+    """An address to connect to: its family, and the tuple that a socket of this family connects to."""
+
+    family: int
+    place: tuple[Any, ...]
+
+
+Resolve = Callable[[str, int], list[Address]]
+"""Returns the addresses of a host that may be connected to, at least one. Raises Refused."""
+
+
+def resolve_public(host: str, port: int) -> list[Address]:
+    """Return the addresses of a host by one look-up. All must be public: a name with both kinds is an attack."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):  # ValueError: a label that is too long
+        found = []
+    if not found or not all(is_public(str(place[0])) for *_, place in found):
+        # One text for both, so that it does not tell which names exist in this network.
+        raise Refused("names a host without a public address")
+    return [Address(family, place) for family, *_, place in found]
+
+
+def is_public(text: str) -> bool:
+    """Return whether an address is unicast and of the public internet.
+
+    Of IPv6 only 2000::/3 is: elsewhere are the forms that contain an IPv4 address (mapped, compatible, NAT64), and 6to4
+    is left out for the same reason.
+    """
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address) and (address not in _GLOBAL_UNICAST or address in _6TO4):
+        return False
+    return address.is_global and not address.is_multicast

@@ -1,0 +1,113 @@
+"""Embeddings that a client gives in place of tokens: from a field of JSON to a file in shared memory."""
+
+import hashlib
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from quire.frontend.images.base64_text import decode_base64
+from quire.frontend.images.refused import Refused
+from quire.frontend.images.source import StoredRows
+from quire.frontend.images.store import ItemStore, remove_file
+from quire.protocol.errors import printable
+
+_EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
+    "float32": (np.dtype("<u4"), 0x7F800000),
+    "bfloat16": (np.dtype("<u2"), 0x7F80),
+    "float16": (np.dtype("<u2"), 0x7C00),
+}
+"""Of each dtype: an integer of its size, and its exponent's bits, which are all set in infinities and NaN."""
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Of each dtype in safetensors files."""
+_PICKLED = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""How files of torch.save and pickle begin."""
+MAX_HEADER_BYTES = 4096
+"""Of a safetensors file, in addition to the largest tensor."""
+
+
+class RowsReader:
+    """Reads prompts given as embeddings. Thread-safe; blocks its caller for some milliseconds per megabyte."""
+
+    def __init__(self, hidden_size: int, max_rows: int, store: ItemStore) -> None:
+        """Args:
+        hidden_size: width of the model's embeddings.
+        max_rows: most rows, which is the longest context.
+        """
+        self._hidden_size = hidden_size
+        self._max_rows = max_rows
+        self._store = store
+
+    def read(self, where: str, value: object) -> StoredRows:
+        """Return the embeddings of the field ``where``.
+
+        Args:
+            value: base64 of a safetensors file with one tensor, or an object with dtype, shape and data (base64 of the
+                little-endian elements). The shape is [rows, hidden size].
+
+        Raises:
+            InvalidRequest: anything else. Pickled tensors are refused, because to load them executes them.
+        """
+        most = self._max_rows * self._hidden_size * 4 + MAX_HEADER_BYTES
+        try:
+            if isinstance(value, str):
+                return self._store_rows(*_of_file(decode_base64(value, most)))
+            if isinstance(value, dict) and value.keys() == {"dtype", "shape", "data"}:
+                data = value["data"]
+                if not isinstance(data, str):
+                    raise Refused(f"must have data in base64 (got {printable(data)})")
+                return self._store_rows(value["dtype"], value["shape"], decode_base64(data, most))
+            raise Refused("must be base64 of a safetensors file, or an object with dtype, shape and data")
+        except Refused as refused:
+            raise refused.about(where) from None
+
+    def keep(self, where: str, rows: "np.ndarray[Any, Any]") -> StoredRows:
+        """Return embeddings that a program gives as an array of float32 or float16. Raises InvalidRequest."""
+        data = np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).tobytes()
+        try:
+            return self._store_rows(rows.dtype.name, list(rows.shape), data)
+        except Refused as refused:
+            raise refused.about(where) from None
+
+    def _store_rows(self, dtype: Any, shape: Any, data: bytes) -> StoredRows:
+        if not isinstance(dtype, str) or dtype not in _EXPONENTS:
+            raise Refused(f"must have the dtype {' or '.join(_EXPONENTS)} (got {printable(dtype)})")
+        integer, exponent = _EXPONENTS[dtype]
+        are_sizes = isinstance(shape, list) and len(shape) == 2 and all(type(size) is int for size in shape)
+        if not are_sizes or shape[1] != self._hidden_size or not 1 <= shape[0] <= self._max_rows:
+            allowed = f"[n, {self._hidden_size}] with n from 1 to {self._max_rows}"
+            raise Refused(f"must have the shape {allowed} (got {printable(shape)})")
+        if len(data) != (size := prod(shape) * integer.itemsize):
+            raise Refused(f"must have {size} bytes of data for its shape (got {len(data)})")
+        if ((np.frombuffer(data, integer) & exponent) == exponent).any():
+            raise Refused("must have finite values (got an infinity or NaN)")
+        header = {"rows": {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [0, len(data)]}}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        content = len(text).to_bytes(8, "little") + text + data
+        digest = hashlib.sha256(f"rows {dtype} {shape}\0".encode() + data).digest()
+        path = self._store.new_path()
+        try:
+            Path(path).write_bytes(content)
+        except OSError:
+            remove_file(path)
+            raise Refused("cannot be read now, because the memory is full: retry later", is_busy=True) from None
+        return self._store.add_rows(StoredRows(digest, path, shape[0], len(content)))
+
+
+def _of_file(data: bytes) -> tuple[str, list[int], bytes]:
+    """Return dtype, shape and bytes of the only tensor in a safetensors file."""
+    if data.startswith(_PICKLED):
+        raise Refused("must be a safetensors file (got a pickled one): safetensors.torch.save({'rows': tensor})")
+    try:
+        tensors: Any = deserialize(data)  # type: ignore[no-untyped-call]
+    except (SafetensorError, ValueError):
+        raise Refused("must be a safetensors file") from None
+    if len(tensors) != 1:
+        raise Refused(f"must be a safetensors file with one tensor (got {len(tensors)})")
+    tensor = tensors[0][1]
+    dtype = next((dtype for dtype, name in _NAMES.items() if name == tensor["dtype"]), tensor["dtype"])
+    return dtype, tensor["shape"], bytes(tensor["data"])

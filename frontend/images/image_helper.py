@@ -1,0 +1,167 @@
+"""Decodes and processes images in a helper process, because files of clients reach decoders written in C.
+
+This module has both ends. A crash, an endless loop or exhausted memory in the helper costs one image. The helper is
+started as ``python -P -m quire.frontend.images.image_helper`` and imports transformers, which the caller never does.
+"""
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.frontend.images.refused import Refused
+from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
+from quire.version import install_command
+
+if TYPE_CHECKING:
+    from quire.frontend.images.processing import Processor
+
+MODULE = "quire.frontend.images.image_helper"
+START_SECONDS = 300.0
+"""Time for its imports, which on a busy machine take a minute."""
+CPU_SECONDS = 20.0
+WALL_SECONDS = 60.0
+"""Wall-clock limit of one image. Helpers have the lowest priority."""
+MAX_BYTES = 3 * 2**30
+"""Limit of the helper's address space, in addition to what it has at start."""
+NICENESS = 19
+BUSY = "cannot be read now, because the server is too busy: retry later"
+TOO_LARGE = "must be an image that can be decoded in bounded memory"
+TOO_SLOW = "must be an image that can be decoded in bounded time"
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """``folder``: of the checkpoint. ``token_id``: token whose positions take rows. ``max_pixels``: of an image."""
+
+    folder: str
+    token_id: int
+    max_pixels: int
+
+
+class Question(msgspec.Struct, array_like=True, frozen=True):
+    """``path``: file to write, which does not exist."""
+
+    path: str
+    data: bytes
+
+
+class Prepared(msgspec.Struct, array_like=True, frozen=True):
+    """The answer: see ``StoredImage``; or ``refusal``."""
+
+    digest: bytes = b""
+    placeholder: str = ""
+    expansion: str = ""
+    num_rows: int = 0
+    grid: tuple[int, ...] = ()
+    width: int = 0
+    height: int = 0
+    num_bytes: int = 0
+    refusal: str = ""
+    is_busy: bool = False
+
+
+class ImageHelper:
+    """The caller's end, for use by one thread at a time."""
+
+    def __init__(self, hello: Hello, module: str = MODULE, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._helper = Helper(module, msgspec.msgpack.encode(hello), START_SECONDS)
+        self._cpu_seconds = cpu_seconds
+        self._problem = ""
+        self._is_killed = False
+
+    def start(self) -> None:
+        """Start the process if it is not running.
+
+        Raises:
+            Refused: images of this checkpoint cannot be read here.
+            HelperDied: it ended.
+        """
+        if self._is_killed:
+            raise Refused(BUSY, is_busy=True)
+        self._problem = self._problem or self._helper.start().decode()
+        if self._problem:  # then it ended, and would end again
+            raise Refused(self._problem)
+
+    def prepare(self, data: bytes, path: str) -> Prepared:
+        """Write the tensors of an image to a file and return the rest.
+
+        Raises:
+            Refused: the image cannot be used, it killed the helper twice, or the helper got no CPU time.
+        """
+        question = msgspec.msgpack.encode(Question(path, data))
+        for is_last in (False, True):
+            try:
+                self.start()
+                answer = self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
+            except HelperDied as died:
+                # It crashed, or was killed or stopped, perhaps not because of this image: retry once.
+                if died.was_starved or (died.was_killed and is_last):
+                    raise Refused(BUSY, is_busy=True) from None
+                if died.took_too_long or is_last:
+                    raise Refused(TOO_SLOW if died.took_too_long else TOO_LARGE) from None
+                continue
+            prepared = msgspec.msgpack.decode(answer, type=Prepared)
+            if prepared.refusal:
+                raise Refused(prepared.refusal, is_busy=prepared.is_busy)
+            return prepared
+        raise AssertionError
+
+    def kill(self) -> None:
+        """End the process for good, from any thread. The one that uses it gets Refused."""
+        self._is_killed = True
+        self._helper.kill()
+
+    def close(self) -> None:
+        """Do the same, and release what it has, while no thread uses it."""
+        self._is_killed = True
+        self._helper.close()
+
+
+# ---- inside the helper process
+
+
+def main() -> None:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "critical"}
+    warnings.simplefilter("ignore")  # about files of clients
+    serve(_make, MAX_BYTES)
+
+
+def _make(hello: bytes) -> tuple[bytes, Answer | None]:
+    given = msgspec.msgpack.decode(hello, type=Hello)
+    try:
+        from quire.frontend.images.processing import Processor, Unusable
+    except ImportError:
+        problem = f"cannot be read: the server lacks packages for images ({install_command('vision')})"
+        return problem.encode(), None
+    try:
+        processor = Processor(Path(given.folder), given.token_id)
+    except Unusable as error:
+        return f"cannot be read: {error}".encode(), None
+    os.nice(NICENESS)  # after the imports, for which a server that starts waits
+
+    return b"", lambda question: answer(processor, question, given.max_pixels)
+
+
+def answer(processor: "Processor", question: bytes, max_pixels: int) -> bytes:
+    """Return the encoded Prepared for an encoded Question."""
+    return msgspec.msgpack.encode(_prepared(processor, msgspec.msgpack.decode(question, type=Question), max_pixels))
+
+
+def _prepared(processor: "Processor", asked: Question, max_pixels: int) -> Prepared:
+    try:
+        made = processor.prepare(asked.data, max_pixels)
+        Path(asked.path).write_bytes(made.content)
+    except Refused as refused:
+        return Prepared(refusal=refused.text)
+    except MemoryError:
+        return Prepared(refusal=TOO_LARGE)
+    except OSError:  # no room for the file
+        return Prepared(refusal=BUSY, is_busy=True)
+    texts = (processor.placeholder, made.expansion)
+    return Prepared(made.digest, *texts, made.num_rows, made.grid, *made.image.size, len(made.content))
+
+
+if __name__ == "__main__":
+    main()

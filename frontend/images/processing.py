@@ -1,0 +1,147 @@
+"""The checkpoint's processor of transformers, for one image. Runs in helper processes only.
+
+The processor has one generic form: an image processor makes tensors, and each placeholder in the text becomes the text
+whose image tokens take the rows of the image. So no family has code here.
+"""
+
+import hashlib
+import importlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import transformers
+from PIL import Image
+from safetensors.numpy import save
+from transformers.models.auto import processing_auto
+
+from quire.frontend.images.decode import decode
+from quire.frontend.images.refused import Refused
+
+TRIAL_SIZE = (224, 224)
+_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+
+
+class Unusable(Exception):
+    """The checkpoint's processor cannot be used. The text is one line, for the server's log."""
+
+
+class Processed(NamedTuple):
+    """An image and what becomes of it. ``content``: of the safetensors file; for the rest see ``StoredImage``."""
+
+    image: Image.Image
+    digest: bytes
+    content: bytes
+    expansion: str
+    num_rows: int
+    grid: tuple[int, ...]
+
+
+class Processor:
+    def __init__(self, folder: Path, token_id: int) -> None:
+        """Load the processor of a checkpoint. ``token_id``: token whose positions take rows.
+
+        Raises:
+            Unusable: there is none, or it does not have the generic form.
+        """
+        self._token_id = token_id
+        try:
+            self._processor = _load(folder)
+            self.placeholder = str(self._processor.image_token)
+            settings = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
+            self._settings = hashlib.sha256(f"{transformers.__version__}\0{settings}".encode()).digest()
+            # A trial: what the library imports at first use, each child of the helper would import again.
+            self._process(Image.new("RGB", TRIAL_SIZE))
+        except Unusable:
+            raise
+        except Exception as error:  # files of a checkpoint may make the library raise anything
+            text = f"{type(error).__name__} in transformers {transformers.__version__}"
+            raise Unusable(f"the checkpoint's processor cannot be used ({text})") from None
+
+    def prepare(self, data: bytes, max_pixels: int) -> Processed:
+        """Decode and process the file of an image.
+
+        Raises:
+            Refused: it cannot be decoded, or the processor does not take an image of its size or shape.
+            MemoryError: it needs more than this process may have.
+        """
+        image = decode(data, max_pixels)
+        try:
+            return self._process(image)
+        except MemoryError:
+            raise
+        except Exception:
+            size = f"{image.width} x {image.height} pixels"
+            raise Refused(f"must be an image that the model's processor takes (got {size})") from None
+
+    def _process(self, image: Image.Image) -> Processed:
+        options = {"return_tensors": "np", "return_text_replacement_offsets": True}
+        made = self._processor(images=[image], text=[self.placeholder], **options)
+        expansion = made["text_replacement_offsets"][0][0]["replacement"]
+        num_rows = int((np.asarray(made["input_ids"]) == self._token_id).sum())
+        tensors = {name: np.asarray(value) for name, value in made.items() if name not in _OF_TEXT}
+        if not num_rows or any(tensor.dtype.kind not in "fiub" for tensor in tensors.values()):
+            raise ValueError("no rows, or no tensors")
+        grid = tuple(tensors["image_grid_thw"][0].tolist()) if "image_grid_thw" in tensors else ()
+        return Processed(image, self._digest(image), save(tensors), expansion, num_rows, grid)
+
+    def _digest(self, image: Image.Image) -> bytes:
+        """Return the identity of an image's rows: pixels, size, mode, processor and settings."""
+        found = hashlib.sha256(self._settings)
+        found.update(f"{image.width}x{image.height} {image.mode}\0".encode())
+        found.update(image.tobytes())
+        return found.digest()
+
+
+def _load(folder: Path) -> Any:
+    found = _class(folder)
+
+    class Found(found):  # type: ignore[misc, valid-type]
+        """Without what processes videos and sounds: of those the classes for videos need torchvision."""
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            pass
+
+    Found.__name__ = found.__name__  # which its settings name
+    automatic: Any = transformers
+    loaders = {
+        "tokenizer": automatic.AutoTokenizer.from_pretrained,
+        "image_processor": partial(automatic.AutoImageProcessor.from_pretrained, backend="pil"),
+    }
+    names = Found.get_attributes()
+    parts = [loaders[name](folder, local_files_only=True) if name in loaders else None for name in names]
+    settings, _ = Found.get_processor_dict(folder, local_files_only=True)
+    settings = {name: value for name, value in settings.items() if name not in names}
+    return Found.from_args_and_dict(parts, settings)
+
+
+def _class(folder: Path) -> Any:
+    """Return the processor's class in transformers.
+
+    Not by AutoProcessor, nor by the package's own names: without torchvision those are stand-ins for some classes that
+    need it for videos only.
+    """
+    named = next((name for file in _FILES if (name := _read(folder / file).get("processor_class"))), None)
+    model_type = str(_read(folder / "config.json").get("model_type"))
+    names: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]  # not in its __all__
+    named = named or names.get(model_type)
+    kinds = [kind for kind, name in names.items() if name == named]
+    for kind in sorted(kinds, key=lambda kind: kind != model_type):
+        try:
+            module = importlib.import_module(f"transformers.models.{kind.replace('-', '_')}.processing_{kind}")
+        except ImportError:  # the class is in the module of another kind
+            continue
+        if hasattr(module, str(named)):
+            return getattr(module, str(named))
+    raise Unusable("the checkpoint names no processor that this version of transformers has")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
