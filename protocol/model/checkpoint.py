@@ -156,6 +156,8 @@ def with_stored_format(folder: Path, stored: Mapping[str, StoredTensor], config:
     Raises:
         ConfigError: the output head is quantised.
     """
+    if config.vision is not None:  # its config.json need not say whether the head is the embedding
+        config = msgspec.structs.replace(config, tie_word_embeddings=HEAD not in stored)
     if config.pooling is not None and not config.pooling.label_token_ids:
         has_head = config.tie_word_embeddings or HEAD in stored
         config = msgspec.structs.replace(config, generates=config.generates and has_head)
@@ -204,13 +206,18 @@ def full_name(name: str) -> str:
         name = name.replace(old, new)
     match = _MIXTRAL_EXPERT.fullmatch(name)
     name = f"{match[1]}.{_MIXTRAL[match[2]]}.{match[3]}" if match else name
-    for prefix in ("model.language_model.", "language_model.model.", "language_model."):
+    for prefix in ("model.language_model.", "language_model.model.", "language_model.", "model.text_model."):
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
             break
     if name in (HEAD, SCORE):
         return name
     return decoder_style(name if name.startswith("model.") else f"model.{name}")
+
+
+def is_text_tensor(name: str) -> bool:
+    """Whether a tensor of a checkpoint with a vision tower, by its full name, belongs to the language model."""
+    return name.startswith(("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head."))
 
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:

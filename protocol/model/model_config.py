@@ -37,7 +37,13 @@ from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.model.pooling_files import read_pooling, scores_by_tokens
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes, yarn_factor
-from quire.protocol.model.vision_config import VisionConfig
+from quire.protocol.model.vision_config import (
+    VISION_FAMILIES,
+    VisionConfig,
+    read_vision,
+    text_settings,
+    without_sections,
+)
 from quire.protocol.model.weight_format import WeightFormat
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *ENCODERS)
@@ -249,7 +255,7 @@ def named_architecture(raw: dict[str, Any]) -> str:
 
 def is_native(architecture: str) -> bool:
     """Whether Quire has code of its own for an architecture, with any head."""
-    return family_of(architecture)[0] in SUPPORTED_ARCHITECTURES
+    return architecture in VISION_FAMILIES or family_of(architecture)[0] in SUPPORTED_ARCHITECTURES
 
 
 def _measured_config(raw: dict[str, Any], where: str, eos: list[int], measured: MeasuredConfig) -> ModelConfig:
@@ -287,7 +293,10 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         return ModelConfig(**encoder_settings(raw, architecture, where), dtype=dtype, eos_token_ids=eos)
     family = FAMILIES[architecture]
     weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
-    field = _merged(raw, family, where)
+    field, vision = _merged(raw, family, where), None
+    if (named := named_architecture(raw)) in VISION_FAMILIES:
+        vision = read_vision(raw, named, field)
+        field = Fields(without_sections(field.raw), where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
     if not field.flag("is_causal", default=True):
@@ -333,6 +342,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],
         generates=head == "tokens",
         extra_layers=field.size("num_nextn_predict_layers", default=0, low=0, high=64) if family.gate else 0,
+        vision=vision,
         **_scales(field, family, hidden)
         | ({} if latent is None else _latent_settings(field, latent, rope))
         | dict(family.model_settings),
@@ -343,6 +353,8 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Head]:
     """Return the causal language model of the family, and the head that the checkpoint has."""
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
+    if isinstance(architecture, str) and architecture in VISION_FAMILIES:
+        return text_settings(raw, VISION_FAMILIES[architecture], where)[0].architecture, "tokens"
     name, head = family_of(architecture) if isinstance(architecture, str) else ("", "tokens")
     if name not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
@@ -361,12 +373,15 @@ def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
     """Overlay the decoder's own fields on those beside it, and both on the family's defaults, under the names that
     other families have for them. A null is kept: it means none.
     """
-    inner = raw.get("text_config")
+    inner, defaults = raw.get("text_config"), {}
     if family.nested and not isinstance(inner, dict):
         raise ConfigError(f"{where}: text_config must be an object")
     nested = inner if family.nested and inner else {}
+    if (named := named_architecture(raw)) in VISION_FAMILIES:
+        text, nested = text_settings(raw, VISION_FAMILIES[named], where)
+        defaults = dict(text.defaults)
     own = {name: value for name, value in nested.items() if value is not None or name not in raw}
-    merged = {**family.defaults, **raw, **own}
+    merged = {**family.defaults, **defaults, **raw, **own}
     return Fields(merged | {ours: merged[name] for ours, name in family.fields.items() if name in merged}, where)
 
 

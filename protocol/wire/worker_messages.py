@@ -156,6 +156,8 @@ class MemoryPlan(msgspec.Struct, frozen=True):
     """Memory of all slots of recurrent states, and of those of drafts."""
     num_slots: int = 0
     """Slots of recurrent states, slot 0 included; 0 without states."""
+    images: int = 0
+    """Memory of the encoder cache, and of what encoding one image needs."""
 
 
 class Ready(Message, frozen=True, tag=40):

@@ -1,6 +1,7 @@
 """Rotary position embedding: the table of cosines and sines, and its application."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -86,6 +87,35 @@ def rope_table(rope: RopeConfig, head_dim: int, max_position: int, device: torch
     torch.cat((cos, cos), -1, out=table[0])
     torch.cat((-sin, sin), -1, out=table[1])
     return table if rope.attention_factor == 1.0 else table.mul_(rope.attention_factor)
+
+
+def pair_axes(sections: Sequence[int], half: int, *, interleaved: bool) -> torch.Tensor:
+    """Return whether each rotated dimension turns with time, height or width (0, 1, 2): int64 ``[2 * half]``.
+
+    Source: M-RoPE, arXiv 2409.12191, section 2.1.
+
+    Args:
+        sections: number of pairs of dimensions of each kind.
+        half: number of all pairs.
+        interleaved: pairs of the three kinds take turns, as far as there are pairs in height and in width.
+    """
+    kinds = torch.zeros(half, dtype=torch.int64)
+    if interleaved:
+        for kind in (1, 2):
+            kinds[kind : 3 * sections[kind] : 3] = kind
+    else:
+        kinds = torch.repeat_interleave(torch.arange(3), torch.tensor(list(sections)))
+    return kinds.repeat(2)
+
+
+def rows_in_space(table: torch.Tensor, positions: torch.Tensor, axes: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a table for tokens with positions in time, height and width: ``[2, num_tokens, rotary_dim]``.
+
+    Args:
+        positions: int64 ``[3, num_tokens]``.
+        axes: as ``pair_axes`` returns them, on the device.
+    """
+    return table[:, positions].gather(1, axes.expand(2, 1, positions.shape[1], -1)).squeeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.arrays import Int32
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.worker_proc.batch.batch_update import BatchUpdateBuilder
+from quire.worker_proc.batch.image_positions import given_end, rope_offset
 
 
 class RowStore(Protocol):
@@ -99,6 +100,8 @@ class InputBatch:
         serial: number of the addition that filled the row, from 1; never reused.
         seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
         searches: true for the beams of a search, whose log probabilities are those after logits processors.
+        given_end: the position behind the last one whose embedding is not its token's; 0: there is none.
+        rope_offset: what the rotary position of a token behind the last item is more than its position.
 
     Attributes:
         generation: number of steps in which requests were added or removed.
@@ -143,6 +146,8 @@ class InputBatch:
         self.min_p = column(np.float32, lambda new: new.sampling.min_p)
         self.num_logprobs = column(np.int32, lambda new: _count(new.sampling.num_candidates), -1)
         self.searches = column(np.bool_, lambda new: new.sampling.use_beam_search)
+        self.given_end = column(np.int32, lambda new: given_end(new.items))
+        self.rope_offset = column(np.int32, lambda new: rope_offset(new.items))
         self.num_prompt_logprobs = column(np.int32, lambda new: _count(new.sampling.prompt_logprobs), -1)
 
     def register(self, store: RowStore) -> None:

@@ -25,10 +25,10 @@ class RowColumns:
 
     Attributes:
         row_of: int32 ``[max_rows]``: 0, 1, 2 .. for the batch's rows, then -1.
-        num_computed, top_k: int32; seed: int64; temperature, top_p, min_p: float32; all ``[max_rows]``.
+        num_computed, top_k, rope_offset: int32; seed: int64; temperature, top_p, min_p: float32; all ``[max_rows]``.
     """
 
-    _DTYPES = (np.int64, np.int32, np.int32, np.int32, np.float32, np.float32, np.float32)
+    _DTYPES = (np.int64, np.int32, np.int32, np.int32, np.float32, np.float32, np.float32, np.int32)
 
     def __init__(self, max_rows: int, transfer: Transfer, device: torch.device) -> None:
         self._transfer = transfer
@@ -42,7 +42,8 @@ class RowColumns:
             end = start + column.nbytes
             views.append(self._bytes[start:end].view(torch.from_numpy(column[:0]).dtype))
             start = end
-        self.seed, self.row_of, self.num_computed, self.top_k, self.temperature, self.top_p, self.min_p = views
+        self.seed, self.row_of, self.num_computed, self.top_k, *others = views
+        self.temperature, self.top_p, self.min_p, self.rope_offset = others
         self.row_of.fill_(-1)
 
     def refresh(self, batch: InputBatch) -> None:
@@ -56,11 +57,13 @@ class RowColumns:
             batch.temperature,
             batch.top_p,
             batch.min_p,
+            batch.rope_offset,
         )
         for column, values in zip(self._host, source, strict=True):
             column[:n] = values[:n]
         # A graph for more rows computes these too: without a row they read and write nothing.
         self._host[1][n:] = -1
+        self._host[-1][n:] = 0  # their positions are 0, and an offset may be negative
         (sent,) = self._transfer(np.concatenate([column.view(np.uint8) for column in self._host]))
         self._transfer.then(lambda: self._bytes.copy_(sent))
 
@@ -86,6 +89,8 @@ class DecodeStep:
         self.sampled = self.output[: 8 * max_rows].view(torch.int64)
         self.bad = self.output[8 * max_rows :].view(torch.bool)
         self._inputs = DecodeInputs.empty(max_rows, len(forward.groups), device)
+        vision = forward.model.config.vision
+        self._turns = vision is not None and bool(vision.mrope_section)
 
     def forward(self, size: int) -> torch.Tensor:
         """Compute one token of each of the first ``size`` rows; rows past the batch are padding.
@@ -95,8 +100,11 @@ class DecodeStep:
         """
         inputs, tables = self._prepared(size), self._forward.tables.table_set
         prepare_decode(self.columns.row_of[:size], self._last_sampled, self.columns.num_computed, tables, inputs)
+        positions = inputs.positions
+        if self._turns:
+            positions = positions + self.columns.rope_offset[:size]
         return self._forward.logits_of_decode(
-            Inputs(inputs.input_ids, inputs.positions), inputs.query_start_loc, inputs.seq_lens, inputs.slot_mapping
+            Inputs(inputs.input_ids, positions), inputs.query_start_loc, inputs.seq_lens, inputs.slot_mapping
         )
 
     def sample(self, logits: torch.Tensor) -> None:

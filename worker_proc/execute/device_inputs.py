@@ -18,6 +18,7 @@ from quire.worker_proc.batch.positions import Ints
 from quire.worker_proc.batch.shared_prefixes import SharedPrefixes
 from quire.worker_proc.batch.step_inputs import StepInputs
 from quire.worker_proc.device.transfer import Transfer
+from quire.worker_proc.images.rows import RowItems
 from quire.worker_proc.models.model import Inputs
 from quire.worker_proc.states.rows import RowStates
 
@@ -52,6 +53,7 @@ class InputSender:
         transfer: Transfer,
         fields_of: Callable[[Ints], Mapping[str, Any]],
         states: RowStates,
+        items: RowItems,
     ) -> None:
         """
         Args:
@@ -59,7 +61,8 @@ class InputSender:
             fields_of: fields of ``StepBatch`` that the requests of rows decide, for a model without groups.
         """
         self._batch, self._tables, self._groups, self._shapes = batch, tables, groups, shapes
-        self._last_sampled, self._transfer, self._fields_of, self._states = last_sampled, transfer, fields_of, states
+        self._last_sampled, self._transfer, self._fields_of = last_sampled, transfer, fields_of
+        self._states, self._items = states, items
         # Only full attention groups: a window may have passed the prefix.
         self._prefixes = [
             SharedPrefixes(tables, index) if group.keeps_all else None for index, group in enumerate(groups)
@@ -107,7 +110,8 @@ class InputSender:
             batches = [self._without_blocks(inputs, starts, lens)]
         index, own_rows = self._transfer(places, inputs.sampled.rows)
         samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
-        model_inputs = Inputs(token_ids, positions, states=self._states.of_step(inputs))
+        items, states = self._items.of_step(inputs, positions), self._states.of_step(inputs)
+        model_inputs = Inputs(token_ids, items.positions, items.given_embeddings, items.added_rows, states=states)
         return DeviceInputs(model_inputs, batches, None if samples_all else index, own_rows)
 
     def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:

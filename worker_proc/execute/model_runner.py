@@ -43,6 +43,7 @@ from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.execute.steady_decode import SteadyLauncher
 from quire.worker_proc.execute.step_extras import NO_EXTRAS, ExtraReader
 from quire.worker_proc.execute.token_history import TokenHistory
+from quire.worker_proc.images.rows import RowItems
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.pooling.check import PoolingCheck
 from quire.worker_proc.sampling.accept import Accepted, accept_drafts
@@ -96,7 +97,8 @@ class ModelRunner:
         sites, row_adapters = model.build.additions, RowAdapters(self.batch)
         self.adapters = SlotMemory(sites, self._transfer, row_adapters) if isinstance(sites, AdapterSites) else None
         self.states = RowStates(config, layout, num_slots, self.batch, self._transfer, device)
-        checks = PoolingCheck(self.batch, config.model), row_adapters, self.states
+        self.items = RowItems(config, self.batch, self._transfer)
+        checks = PoolingCheck(self.batch, config.model), row_adapters, self.states, self.items
         self._diffs = DiffCheck(self.batch, self.tables, config, checks)
         # The newest sampled token of each row stays on the device: it is the next step's input.
         self.last_sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=device)
@@ -131,6 +133,7 @@ class ModelRunner:
             self._transfer,
             self._extras.batch_fields,
             self.states,
+            self.items,
         )
         self.steady = None
         if not backend.needs_host_lengths and config.model.generates and not layout.states:

@@ -86,7 +86,12 @@ class SteadyLauncher:
         batch, n = self._batch, self._batch.num_rows
         one_per_row = not step.drafts and all(count == 1 for _, count in step.counts) and batch.samples[:n].all()
         return bool(
-            n and one_per_row and batch.active[:n].all() and (batch.num_known[:n] - batch.num_computed[:n] == 1).all()
+            n
+            and one_per_row
+            and batch.active[:n].all()
+            and (batch.num_known[:n] - batch.num_computed[:n] == 1).all()
+            # The last token of a prompt may be given as an embedding.
+            and (batch.num_computed[:n] >= batch.given_end[:n]).all()
         )
 
     def _send_rows(self) -> None:

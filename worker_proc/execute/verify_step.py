@@ -22,7 +22,8 @@ class _Memory:
     """Inputs of a step of ``size`` rows: views of ``packed``.
 
     Attributes:
-        token_ids, positions: int64 ``[size * max_query_len]``.
+        token_ids, positions, turns: int64 ``[size * max_query_len]``; the last are the positions of the rotary
+            embedding.
         query_start_loc: int32 ``[size + 1]``; seq_lens, row_of: int32 ``[size]``, -1 for padding rows.
         slots: int64 ``[num_groups, size * max_query_len]``, computed by the step.
     """
@@ -30,6 +31,7 @@ class _Memory:
     packed: torch.Tensor
     token_ids: torch.Tensor
     positions: torch.Tensor
+    turns: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     row_of: torch.Tensor
@@ -60,6 +62,7 @@ class VerifyStep:
             and len(inputs.sampled_tokens) == len(inputs.positions)
             and int(inputs.query_lens.max()) <= self.max_query_len
             and (inputs.drafts is not None or bool((inputs.positions < known[inputs.token_rows]).all()))
+            and bool((inputs.positions >= self._batch.given_end[inputs.token_rows]).all())
         )
 
     def store(self, inputs: StepInputs, size: int) -> torch.Tensor:
@@ -75,9 +78,10 @@ class VerifyStep:
             table.require_slots(inputs.rows, inputs.seq_lens - inputs.query_lens, inputs.seq_lens)
         num_rows, num_tokens = len(inputs.rows), len(inputs.positions)
         tokens = size * self.max_query_len
-        wide, narrow = np.zeros((2, tokens), np.int64), np.zeros(3 * size + 1, np.int32)
+        wide, narrow = np.zeros((3, tokens), np.int64), np.zeros(3 * size + 1, np.int32)
         wide[0, :num_tokens] = self._batch.tokens.data[inputs.token_rows, inputs.positions]
         wide[1, :num_tokens] = inputs.positions
+        wide[2, :num_tokens] = inputs.positions + self._batch.rope_offset[inputs.token_rows]
         starts, lens, rows = narrow[: size + 1], narrow[size + 1 : 2 * size + 1], narrow[2 * size + 1 :]
         starts[: num_rows + 1], starts[num_rows + 1 :] = inputs.query_start_loc, num_tokens
         lens[:num_rows] = inputs.seq_lens
@@ -98,7 +102,7 @@ class VerifyStep:
         tables = self._tables
         compute_slot_mappings(memory.query_start_loc, memory.positions, tables.table_set, memory.row_of, memory.slots)
         return self._forward.logits_of_decode(
-            Inputs(memory.token_ids, memory.positions),
+            Inputs(memory.token_ids, memory.turns),
             memory.query_start_loc,
             memory.seq_lens,
             memory.slots,
@@ -109,11 +113,11 @@ class VerifyStep:
         if size not in self._memory:
             tokens = size * self.max_query_len
             device = self._tables.table_set.device
-            packed = torch.zeros(16 * tokens + 4 * (3 * size + 1), dtype=torch.uint8, device=device)
-            wide = packed[: 16 * tokens].view(torch.int64).view(2, tokens)
-            narrow = packed[16 * tokens :].view(torch.int32)
+            packed = torch.zeros(24 * tokens + 4 * (3 * size + 1), dtype=torch.uint8, device=device)
+            wide = packed[: 24 * tokens].view(torch.int64).view(3, tokens)
+            narrow = packed[24 * tokens :].view(torch.int32)
             narrow[2 * size + 1 :] = -1
             slots = torch.empty(len(self._tables.tables), tokens, dtype=torch.int64, device=device)
             starts, lens, rows = narrow[: size + 1], narrow[size + 1 : 2 * size + 1], narrow[2 * size + 1 :]
-            self._memory[size] = _Memory(packed, wide[0], wide[1], starts, lens, rows, slots)
+            self._memory[size] = _Memory(packed, wide[0], wide[1], wide[2], starts, lens, rows, slots)
         return self._memory[size]

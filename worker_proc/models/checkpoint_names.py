@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.checkpoint import EMBEDDING, HEAD, SCORE, StoredTensor
+from quire.protocol.model.checkpoint import EMBEDDING, HEAD, SCORE, StoredTensor, is_text_tensor
 from quire.protocol.model.encoder_config import is_unread_head
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.models.weight_slot import WeightSlot
@@ -127,6 +127,8 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
         return True
     if name == SCORE or (name == HEAD and not config.generates):
         return config.pooling is not None
+    if config.vision is not None and not is_text_tensor(name):
+        return True
     if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
     if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(UNREAD)):

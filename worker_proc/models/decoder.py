@@ -12,7 +12,7 @@ import torch
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.rope_config import RopeConfig
 from quire.worker_proc.attention.backend import LayerAttention, Rotary
-from quire.worker_proc.attention.rope import rope_table
+from quire.worker_proc.attention.rope import pair_axes, rope_table, rows_in_space
 from quire.worker_proc.models.attention import Attention
 from quire.worker_proc.models.embedding import Embedding, gather_vocabulary, vocabulary_of_rank
 from quire.worker_proc.models.latent_attention import LatentAttention
@@ -63,6 +63,10 @@ class Decoder(Model):
         self.rope = self._table(config.rope, length)
         local = config.local_rope
         self.local_rope = None if local is None else self._table(local, length, local=True)
+        self._axes = None
+        if config.vision is not None and config.vision.mrope_section:
+            sections, interleaved = config.vision.mrope_section, config.vision.mrope_interleaved
+            self._axes = pair_axes(sections, self.rope.shape[-1] // 2, interleaved=interleaved).to(build.device)
 
     def attention_shape(self, layer: int) -> AttentionShape:
         spec = self.layers[layer].attention.spec
@@ -75,10 +79,11 @@ class Decoder(Model):
 
         A layer that reads another layer's cache uses that layer's cache and plan; its own entries are ignored.
         """
-        rotary = Rotary(self.rope, inputs.positions)
-        local = rotary if self.local_rope is None else Rotary(self.local_rope, inputs.positions)
+        rotary = self._rotary(self.rope, inputs.positions)
+        local = rotary if self.local_rope is None else self._rotary(self.local_rope, inputs.positions)
         rotaries = {"": rotary, "local": local, "none": None}
         residual = self.embed_tokens(inputs.token_ids)
+        tokens = None
         if inputs.given_embeddings is not None:
             tokens, rows = inputs.given_embeddings
             residual.index_copy_(0, tokens, rows.to(residual.dtype))
@@ -88,7 +93,15 @@ class Decoder(Model):
             if index in wanted:
                 entered[index] = residual.clone() if pending is None else residual + pending
             pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
+            if tokens is not None and index < len(inputs.added_rows):
+                residual.index_add_(0, tokens, inputs.added_rows[index].to(residual.dtype))
         return Outputs(join(self.build, residual, pending, self.norm), [entered[index] for index in wanted])
+
+    def _rotary(self, table: torch.Tensor, positions: torch.Tensor) -> Rotary:
+        if positions.dim() == 1 or self._axes is None:
+            return Rotary(table, positions)
+        own = rows_in_space(table, positions, self._axes)
+        return Rotary(own, torch.arange(positions.shape[1], device=positions.device))
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         for layer, source in zip(self.layers, self._cache_sources, strict=True):

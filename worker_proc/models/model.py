@@ -25,10 +25,14 @@ class Inputs(msgspec.Struct, frozen=True, eq=False):
     """What a model computes in one step: its tokens, flattened row by row in batch order.
 
     Attributes:
-        token_ids, positions: int64 ``[num_tokens]``.
+        token_ids: int64 ``[num_tokens]``.
+        positions: int64 ``[num_tokens]``; where images decide them (``VisionConfig.mrope_section``) those of the rotary
+            embedding, and in a step with images ``[3, num_tokens]``: in time, height and width.
         given_embeddings: indices of tokens, int64 ``[n]``, and the rows ``[n, hidden_size]`` that they have in the
             first residual stream in place of those of their ids, which must still be in the vocabulary. A family's
             embedding multiplier is not applied to them.
+        added_rows: rows ``[n, hidden_size]`` that are added to the residual stream of the same tokens, one tensor
+            behind each of the first layers.
         auxiliary_layers: layers whose inputs are returned too.
         states: the recurrent states of its rows.
     """
@@ -36,13 +40,14 @@ class Inputs(msgspec.Struct, frozen=True, eq=False):
     token_ids: torch.Tensor
     positions: torch.Tensor
     given_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    added_rows: tuple[torch.Tensor, ...] = ()
     auxiliary_layers: tuple[int, ...] = ()
     states: StateStep = NO_STATES
 
     @property
     def is_plain(self) -> bool:
         """Whether the step has tokens alone: only such a step can run as a recorded pass."""
-        return self.given_embeddings is None and not self.auxiliary_layers
+        return self.given_embeddings is None and self.positions.dim() == 1 and not self.auxiliary_layers
 
 
 class Outputs(msgspec.Struct, frozen=True, eq=False):

@@ -5,6 +5,7 @@ a wrong checkpoint fails within a second. A rank reads only its own part of each
 ``.pt``) are never opened.
 """
 
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -78,23 +79,33 @@ def load_weights(model: Model, folder: Path, dtype: torch.dtype, progress: bool)
         beside = folder.parent if is_gguf(folder) else folder
         verify_checksums(beside, [*(t.file for t in stored.values()), *(folder / name for name in _DESCRIPTIONS)])
     total = sum(_num_bytes(piece) for piece in pieces)
-    sums: list[tuple[TensorSource, torch.Tensor]] = []
     bar = tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress)
     with bar, OpenFiles() as files:
-        for piece in pieces:
-            values, slot = files.read(piece), piece.slot
-            problem = slot.check(values) if slot.check is not None and values.numel() else None
-            if problem is not None:
-                raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} {problem}")
-            problem = slot.fill(values)
-            if problem is not None:
-                raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} {problem}")
-            if slot.check is None and slot.put is None and slot.target.dtype.is_floating_point:
-                sums.append((piece, piece.slot.target.sum()))
-            bar.update(_num_bytes(piece))
-        _require_finite(sums)
+        fill_slots(pieces, files, bar.update)
         for tensor, like in sources.tied:
             _check_tied(tensor, like, model.dtype, files)
+
+
+def fill_slots(
+    pieces: Iterable[TensorSource], files: "OpenFiles", read: Callable[[int], object] = lambda num_bytes: None
+) -> None:
+    """Read tensors into their slots. ``read``: called with the bytes of each.
+
+    Raises:
+        ConfigError: a tensor cannot be read, or is not finite.
+    """
+    sums: list[tuple[TensorSource, torch.Tensor]] = []
+    for piece in pieces:
+        values, slot = files.read(piece), piece.slot
+        problem = slot.check(values) if slot.check is not None and values.numel() else None
+        if problem is None:
+            problem = slot.fill(values)
+        if problem is not None:
+            raise ConfigError(f"{piece.stored.file}: tensor {piece.stored.name} {problem}")
+        if slot.check is None and slot.put is None and slot.target.dtype.is_floating_point:
+            sums.append((piece, piece.slot.target.sum()))
+        read(_num_bytes(piece))
+    _require_finite(sums)
 
 
 def init_dummy_weights(model: Model, seed: int) -> None:

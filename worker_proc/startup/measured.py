@@ -62,6 +62,7 @@ def measured_plan(
     gc.collect()
     torch.cuda.empty_cache()
     usable = int(plan.total * config.gpu_memory_utilization) - (plan.total - before) - used - plan.states
+    usable -= plan.images  # no step takes it
     fitting = usable // block_bytes
     wanted = config.kv_cache_memory_bytes // block_bytes or (usable - int(MARGIN * plan.total)) // block_bytes
     if config.num_blocks_override:

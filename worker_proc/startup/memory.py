@@ -26,6 +26,7 @@ def plan_memory(
     device: torch.device,
     other_block_bytes: int = 0,
     adapter_bytes: int = 0,
+    image_bytes: int = 0,
     *,
     rank: int = 0,
 ) -> MemoryPlan:
@@ -42,6 +43,7 @@ def plan_memory(
         other_block_bytes: bytes per block of a draft model's cache, or of the table of routed experts.
         adapter_bytes: bytes of the largest LoRA adapter. On a GPU each slot has as many; on a CPU adapters are in host
             memory, which is taken when they are loaded.
+        image_bytes: bytes of the encoder cache, and of what encoding one image needs.
 
     Raises:
         ConfigError: weights and the pool do not fit in memory; the message has the needed and the usable memory.
@@ -57,7 +59,7 @@ def plan_memory(
         usable = available_bytes() // config.sharing(rank)[0]
     # One more than a step may use, to which an adapter is loaded while the others are in use.
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
-    left = usable - weight_bytes - activations - adapters
+    left = usable - weight_bytes - activations - adapters - image_bytes
     block_bytes, num_slots = layout.block_bytes + other_block_bytes, 0
     if not layout.groups:
         num_blocks = 2  # the null block and an unused one
@@ -75,7 +77,8 @@ def plan_memory(
     if num_blocks < 2 or (states and not num_slots) or kv_cache + states > left:
         raise ConfigError(
             f"memory does not suffice: weights {weight_bytes // _MIB} MiB, activations {activations // _MIB} MiB, "
-            f"{_of_adapters(adapters)}{_of_states(max(states, _state_bytes(config, layout, 1)))}"
+            f"{_of_adapters(adapters)}{_of_images(image_bytes)}"
+            f"{_of_states(max(states, _state_bytes(config, layout, 1)))}"
             f"KV cache {max(kv_cache, 2 * block_bytes) // _MIB} MiB; "
             f"{max(usable, 0) // _MIB} MiB are usable: "
             f"lower --max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override, or raise "
@@ -90,6 +93,7 @@ def plan_memory(
         num_blocks=num_blocks,
         block_size=config.block_size,
         adapters=adapters,
+        images=image_bytes,
         states=states,
         num_slots=num_slots + 1 if states else 0,
     )
@@ -122,6 +126,10 @@ def _of_adapters(num_bytes: int) -> str:
     return f"LoRA adapters {num_bytes // _MIB} MiB (lower --max-loras or --max-lora-rank), " if num_bytes else ""
 
 
+def _of_images(num_bytes: int) -> str:
+    return f"encoder cache {num_bytes // _MIB} MiB (lower --encoder-cache-tokens), " if num_bytes else ""
+
+
 def _of_states(num_bytes: int) -> str:
     return f"recurrent states {num_bytes // _MIB} MiB (lower --state-slots or --max-num-seqs), " if num_bytes else ""
 
@@ -146,6 +154,8 @@ def log_plan(plan: MemoryPlan, max_model_len: int) -> None:
         num_blocks=num_blocks,
         block_size=plan.block_size,
     )
+    if plan.images:
+        log.info("encoder cache, and the encoding of an image", mib=plan.images / _MIB)
     if plan.num_slots:
         log.info("recurrent states, beside the KV cache", slots=plan.num_slots - 1, mib=plan.states / _MIB)
     tokens = num_blocks * plan.block_size

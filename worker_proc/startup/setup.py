@@ -21,11 +21,15 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
 from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.adapters.sites import make_sites
+from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
+from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.routed_experts import expert_block_bytes
+from quire.worker_proc.images.encoder import ItemEncoder
+from quire.worker_proc.images.tower import VisionTower
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
@@ -33,11 +37,12 @@ from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.side_work import SideWork
-from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
+from quire.worker_proc.startup.draft_setup import DraftPlan, load_draft, plan_draft
 from quire.worker_proc.startup.kv_scales import checkpoint_kv_scales, have_head_scales, set_kv_scales
 from quire.worker_proc.startup.loader import fill_model
 from quire.worker_proc.startup.measured import measured_plan
 from quire.worker_proc.startup.memory import log_plan, plan_memory
+from quire.worker_proc.startup.tower_setup import build_tower, image_bytes, load_tower
 from quire.worker_proc.transfers.make import make_mover
 
 log = event_logger("worker")
@@ -90,8 +95,9 @@ def make_runner(
     layout = _own_layout(config, layout, model, dtypes.weights)
     scales = checkpoint_kv_scales(config, layout.dtype)
     draft_plan = plan_draft(config, build, _name(dtypes.weights))
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    size += draft_plan.weight_bytes if draft_plan is not None else 0
+    tower = build_tower(config, dtypes.weights)
+    size, cache_bytes = image_bytes(config, tower, dtypes.weights)
+    size += sum(p.nbytes for p in model.parameters()) + (0 if draft_plan is None else draft_plan.weight_bytes)
     if device.type == "cpu":
         set_threads(size, math.prod(config.sharing(group.rank)))
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -104,16 +110,14 @@ def make_runner(
     expert_bytes = expert_block_bytes(layout, model.build.routes)
     other_block_bytes = expert_bytes + (draft_plan.block_bytes if draft_plan is not None else 0)
     adapter_bytes = 0 if model.build.additions is None else model.build.additions.slot_bytes
-    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes, rank=group.rank)
+    plan = plan_memory(config, layout, size, device, other_block_bytes, adapter_bytes, cache_bytes, rank=group.rank)
     log_plan(plan, config.max_model_len)
     say("loads weights")
     model = build(config.model, device, group)
     fill_model(model, config, dtypes.weights, device, progress)
     if config.model.encoder is None:
         set_kv_scales(model, scales, config, layout.dtype)
-    draft = None
-    if draft_plan is not None and draft_backend is not None:
-        draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
+    draft = _load_others(tower, draft_plan, draft_backend, config, plan, device, progress)
     loaded = time.monotonic()
     make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device, num_slots=plan.num_slots)
     if device.type == "cuda" and draft is None and layout.groups:
@@ -122,9 +126,27 @@ def make_runner(
     say("runs its first steps")
     runner = make(plan.num_blocks, draft=draft)
     runner.warm_up()
+    runner.items.tower = tower
     timings = {"load_s": loaded - started, "prepare_s": time.monotonic() - loaded}
     plan = msgspec.structs.replace(plan, device=device_name(device))
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings, num_slots=plan.num_slots)
+
+
+def _load_others(
+    tower: VisionTower | None,
+    draft: DraftPlan | None,
+    backend: AttentionBackend | None,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    device: torch.device,
+    progress: bool,
+) -> DraftModel | None:
+    """Load the vision tower, and return the draft model. ``backend``: of the draft model."""
+    if tower is not None:
+        load_tower(tower, config, device)
+    if draft is None or backend is None:
+        return None
+    return load_draft(draft, plan.num_blocks, backend, device, progress=progress)
 
 
 def make_side_work(
@@ -142,6 +164,8 @@ def make_side_work(
         work, page_bytes = [mover], mover.page_bytes
     if runner.adapters is not None:
         work.append(AdapterLoader(runner.adapters, config.model, wake))
+    if config.item_kinds:
+        work.append(ItemEncoder(runner.items, runner.forward.model, wake))
     return work, page_bytes
 
 

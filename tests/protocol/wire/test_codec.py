@@ -65,13 +65,13 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     """Return a strategy for the values of a field's type, with integers that fit the wire."""
     if hint in LEAVES:
         return LEAVES[hint]
-    inner = [values_of(part) for part in typing.get_args(hint)]
+    inner = [values_of(part) for part in typing.get_args(hint) if part is not ...]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return st.one_of(inner)
     if typing.get_origin(hint) is list:
         return st.lists(*inner, max_size=3)
     if typing.get_origin(hint) is tuple:
-        return st.tuples(*inner)
+        return st.lists(*inner, max_size=3).map(tuple) if ... in typing.get_args(hint) else st.tuples(*inner)
     if typing.get_origin(hint) is dict:
         return st.dictionaries(*inner, max_size=3)
     return st.builds(hint, **{name: values_of(h) for name, h in typing.get_type_hints(hint).items()})

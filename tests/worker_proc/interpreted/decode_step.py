@@ -21,7 +21,9 @@ from quire.protocol.model.adapter import read_adapter
 from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.model.latent_config import LatentConfig
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
+from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.wire.item_messages import RowItem
 from quire.protocol.wire.side_rows import ROUTED_EXPERTS
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.packed import pack_adapter
@@ -68,6 +70,7 @@ CONFIG = EngineConfig(
     max_model_len=48,
     max_num_seqs=4,
     block_size=4,
+    encoder_cache_tokens=64,
 )
 
 NONE: Mapping[int, int] = MappingProxyType({})
@@ -95,6 +98,7 @@ def _runner(
     if drafts:
         speculative = SpeculativeConfig(method="ngram")
         config = msgspec.structs.replace(CONFIG, num_speculative_tokens=3, speculative=speculative)
+    config = msgspec.structs.replace(config, model=shape)
     sites = AdapterSites(3, 8, 64, torch.float32, CPU, launch_adapters) if adapters else None
     routes = None if shape.moe is None else Routes(shape.moe)
     model = build_model(shape, torch.float32, CPU, CONFIG.max_model_len, ops=ops, additions=sites, routes=routes)
@@ -308,6 +312,27 @@ def test_drafts_of_several_lengths(sampling: dict[str, Any]) -> None:
     both.step()  # steady decode after drafts: the newest tokens are on the host
     assert both.steady_steps == 1
     both.step(**adding((3, [4, 4], [11, 12]), **sampling))
+
+
+def test_rotary_positions_behind_an_image() -> None:
+    """An image of 2 by 3 rows takes 3 positions: steady steps and those with drafts follow with other positions."""
+    vision = VisionConfig("", 7, mrope_section=(4, 2, 2), mrope_interleaved=True, num_deepstack=1)
+    both = Both({0: [60]}, {}, shape=msgspec.structs.replace(MODEL, vision=vision))
+    rows = torch.randn(2, 6, MODEL.hidden_size, generator=torch.Generator().manual_seed(1))
+    for runner in (both.host, both.device):
+        runner.items.rows[1] = rows
+    fields = adding((0, [5, 9, 7, 7, 7, 7, 7, 7, 3], [1, 2, 3, 4, 5]), (1, [8, 8], [6, 7, 8]))
+    image = RowItem(1, [(2, 6)], (1, 4, 6))
+    fields["new_requests"][0] = msgspec.structs.replace(fields["new_requests"][0], items=[image])
+    both.step(**fields | {"counts": [(0, 4), (1, 2)]})
+    both.step(counts=[(0, 5)])
+    assert both.device.batch.rope_offset.tolist() == [-3, 0, 0, 0]
+    both.step()
+    both.step(drafts=[(0, 3)], counts=[(0, 4)])
+    both.step()
+    assert (both.steady_steps, both.verify_steps) == (2, 1)
+    both.step(removed=[1])
+    both.step()
 
 
 @pytest.fixture

@@ -1,0 +1,165 @@
+"""Encodes items in a thread beside the steps."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread, get_native_id
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from quire.protocol.process.log import event_logger
+from quire.protocol.wire.item_messages import Encode, Encoded
+from quire.worker_proc.batch.input_batch import StepRefused
+from quire.worker_proc.images.rows import RowItems
+from quire.worker_proc.images.tower import BadTensors
+from quire.worker_proc.models.model import Model
+from quire.worker_proc.side_work import Answers
+
+log = event_logger("worker")
+
+CLOSE_SECONDS = 5.0
+"""Wait for the encoding that is running when the worker ends."""
+NICENESS = 10
+"""Of the thread on a CPU, and of those that compute for it: steps come first."""
+
+
+class ItemEncoder:
+    """Owns the thread that encodes, which starts with the first message. Every rank encodes every item by itself.
+
+    What fails is answered with the reason, and the worker continues.
+    """
+
+    def __init__(self, items: RowItems, model: Model, wake: Callable[[], None]) -> None:
+        """
+        Args:
+            items: its rows are changed by the loop's thread alone.
+            model: the language model, whose device, width and dtype rows have.
+            wake: called in the thread whenever ``take_answers`` has more to return.
+        """
+        self._tower, self._rows, self._device = items.tower, items.rows, torch.device(model.build.device)
+        self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._queue: SimpleQueue[tuple[int, Encode] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        # The lock guards everything below.
+        self._lock = Lock()
+        self._epoch = 0
+        self._made: dict[int, torch.Tensor] = {}
+        self._answers = Answers[Encoded](wake)
+
+    @property
+    def handlers(self) -> Mapping[type, Callable[[Encode], None]]:
+        return {Encode: self.submit}
+
+    def begin_worker_epoch(self) -> None:
+        """Drop all rows, and what the previous scheduler has sent."""
+        with self._lock:
+            self._epoch += 1
+            self._made = {}
+            self._answers.clear()
+        self._rows.clear()
+
+    def submit(self, message: Encode) -> None:
+        """Free the rows of the dropped items, and queue an encoding.
+
+        Raises:
+            StepRefused: the number is in use or not positive, or no rows are wanted.
+        """
+        for number in message.dropped:
+            self._rows.pop(number, None)
+        if message.number < 1 or message.number in self._rows or message.num_rows < 1:
+            raise StepRefused(
+                f"Encode of item {message.number} with {message.num_rows} rows: numbers are new and positive, and an "
+                f"item has a row"
+            )
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="item encoder", daemon=True)
+            self._thread.start()
+        self._queue.put((self._epoch, message))
+
+    def take_answers(self) -> list[Encoded]:
+        """Return the answers of what has ended since the last call; steps may use its rows."""
+        answers = self._answers.take()
+        for answer in answers:
+            if not answer.problem:
+                self._rows[answer.number] = self._made.pop(answer.number)
+        return answers
+
+    def close(self) -> None:
+        self.begin_worker_epoch()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        if self._device.type == "cpu":
+            with suppress(OSError, AttributeError):  # only on Linux is it one thread's; torch's threads inherit it
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), NICENESS)
+        while (job := self._queue.get()) is not None:
+            epoch, message = job
+            if epoch != self._epoch:
+                continue
+            began, rows, problem = time.perf_counter(), None, ""
+            try:
+                with torch.inference_mode():
+                    rows = self._encode(message)
+            except Exception as error:  # an answer in any case: requests wait for it
+                problem = _problem(error)
+                log.warning("an item was not encoded", number=message.number, reason=" ".join(str(error).split())[:300])
+            size = 0 if rows is None else rows.nbytes
+            answer = Encoded(message.number, problem, size, time.perf_counter() - began)
+            with self._lock:
+                if epoch == self._epoch:
+                    if rows is not None:
+                        self._made[message.number] = rows
+                    self._answers.add(answer)
+
+    def _encode(self, message: Encode) -> torch.Tensor:
+        """Return the rows, on the device and complete."""
+        tensors = load_file(message.path)
+        if self._device.type == "cpu":
+            return self._checked(message, self._compute(message, tensors))
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            rows = self._checked(message, self._compute(message, tensors))
+            self._stream.synchronize()
+            return rows
+
+    def _compute(self, message: Encode, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if message.kind == "rows":
+            rows = tensors.get("rows")
+            if rows is None or rows.shape != (message.num_rows, self._hidden_size):
+                found = "absent" if rows is None else list(rows.shape)
+                raise BadTensors(f"must have the shape [{message.num_rows}, {self._hidden_size}] (got {found})")
+            deep = 0 if self._tower is None else self._tower.vision.num_deepstack
+            own = rows.to(self._device, self._dtype, copy=True)[None]  # the file is not kept
+            return own if not deep else torch.cat((own, own.new_zeros(deep, *rows.shape)))
+        if self._tower is None:
+            raise BadTensors("is an image, and this model reads text only")
+        return self._tower.encode(tensors)
+
+    def _checked(self, message: Encode, rows: torch.Tensor) -> torch.Tensor:
+        if rows.shape[1] != message.num_rows:
+            raise BadTensors(f"has {rows.shape[1]} rows, and its prompt has {message.num_rows} positions for them")
+        if not rows.isfinite().all():
+            raise BadTensors("has rows that are not finite")
+        return rows
+
+
+def _problem(error: Exception) -> str:
+    """Return a line for the client, without the texts of exceptions, which may have paths and addresses."""
+    match error:
+        case BadTensors():
+            return f"the item {error}"
+        case torch.OutOfMemoryError() | MemoryError():
+            return "the item does not fit in the memory of the device"
+        case SafetensorError() | OSError():
+            return "the item's tensors cannot be read"
+        case _:
+            return f"the item cannot be encoded ({type(error).__name__})"

@@ -1,0 +1,89 @@
+"""The vision tower of a checkpoint: transformers' own class, without its language model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+
+from quire.protocol.model.vision_config import VisionConfig
+
+PLANNED_ROWS = 4096
+"""Rows of an image for whose encoding memory is planned: about 1800 by 1800 pixels for Qwen's towers. A larger one
+takes what is free, and fails alone if that does not suffice."""
+
+
+class BadTensors(Exception):
+    """The tensors of an image do not fit the tower: half a sentence whose subject is the image."""
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """The tower and its projection to the language model's width.
+
+    Attributes:
+        model: transformers' class without the language model, on ``meta`` until its weights are loaded.
+        dtype: of weights and rows.
+    """
+
+    model: Any
+    vision: VisionConfig
+    hidden_size: int
+    dtype: torch.dtype
+
+    @cached_property
+    def _parameters(self) -> tuple[str, ...]:
+        known = signature(self.model.base_model.get_image_features).parameters.values()
+        return tuple(each.name for each in known if each.kind is not each.VAR_KEYWORD)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(int(weight.nbytes) for weight in self.model.parameters())
+
+    def planned_bytes(self, cache_rows: int) -> int:
+        """Return the bytes of an encoder cache of so many rows, and an estimate of what encoding an image takes.
+
+        Of each patch a layer has its input, the projections, their result, and the widened input of its MLP twice.
+        """
+        whole, eyes = self.model.config, self.model.config.vision_config
+        width = getattr(eyes, "embed_dim", None) or eyes.hidden_size
+        wide = getattr(eyes, "intermediate_size", None) or 4 * width
+        side = getattr(eyes, "spatial_merge_size", None) or getattr(whole, "scale_factor", None) or 4
+        patches = min(cache_rows, PLANNED_ROWS) * int(side) ** 2
+        row = (1 + self.vision.num_deepstack) * self.hidden_size
+        return (cache_rows * row + patches * int(6 * width + 2 * wide)) * self.dtype.itemsize
+
+    def encode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Compute the rows of one image.
+
+        Args:
+            tensors: as the model's processor makes them, by its names; on any device.
+
+        Returns:
+            ``[1 + num_deepstack, num_rows, hidden_size]`` on the tower's device, in its dtype: the rows in place of
+            embeddings, and those that are added behind each of the first layers.
+
+        Raises:
+            BadTensors: the tower does not take the tensors.
+        """
+        base = self.model.base_model
+        device = next(self.model.parameters()).device
+        given = {}
+        for name in self._parameters:
+            if (tensor := tensors.get(name)) is not None:
+                given[name] = tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+        try:
+            found = base.get_image_features(**given, return_dict=True)
+            deep = [torch.cat(tuple(rows)) for rows in getattr(found, "deepstack_features", None) or ()]
+            rows = [self._flat(found.pooler_output), *deep[: self.vision.num_deepstack]]
+            return torch.stack([each.to(self.dtype) for each in rows])
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BadTensors(f"does not fit {self.vision.architecture}: {type(error).__name__}") from error
+
+    def _flat(self, rows: Any) -> torch.Tensor:
+        parts = rows if isinstance(rows, list | tuple) else [rows]
+        return torch.cat([part.reshape(-1, self.hidden_size) for part in parts])
