@@ -7,6 +7,8 @@ whose image tokens take the rows of the image. So no family has code here.
 import hashlib
 import importlib
 import json
+import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,13 +132,25 @@ def _class(folder: Path) -> Any:
     named = named or names.get(model_type)
     kinds = [kind for kind, name in names.items() if name == named]
     for kind in sorted(kinds, key=lambda kind: kind != model_type):
-        try:
-            module = importlib.import_module(f"transformers.models.{kind.replace('-', '_')}.processing_{kind}")
-        except ImportError:  # the class is in the module of another kind
-            continue
+        module = _module(kind)
         if hasattr(module, str(named)):
             return getattr(module, str(named))
     raise Unusable("the checkpoint names no processor that this version of transformers has")
+
+
+def _module(kind: str) -> Any:
+    """Import the module of the processors of a kind of model, or return None."""
+    kind = kind.replace("-", "_")
+    name = f"transformers.models.{kind}"
+    with suppress(ImportError):  # the class is in the module of another kind
+        try:
+            return importlib.import_module(f"{name}.processing_{kind}")
+        except ImportError:
+            # Some take a function from the image processor that needs torchvision; the one for Pillow has it, too.
+            pillow = importlib.import_module(f"{name}.image_processing_pil_{kind}")
+            sys.modules.setdefault(f"{name}.image_processing_{kind}", pillow)
+            return importlib.import_module(f"{name}.processing_{kind}")
+    return None
 
 
 def _read(file: Path) -> dict[str, Any]:
