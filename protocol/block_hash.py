@@ -8,7 +8,9 @@ less than hashing every block together with its parent's digest.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import sha256
+from itertools import islice, takewhile
 from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_128
@@ -122,7 +124,7 @@ class BlockHasher:
 class HashChain:
     """The block hashes of one request. Append-only. ``salts``: what keeps its contents apart, besides the adapter."""
 
-    __slots__ = ("_features", "_hasher", "_root", "_size", "_state", "hashes", "salts")
+    __slots__ = ("_features", "_features_end", "_hasher", "_root", "_size", "_state", "hashes", "salts")
 
     def __init__(
         self, hasher: BlockHasher, state: _Hash, features: tuple[InputFeature, ...], salts: tuple[str, ...]
@@ -131,6 +133,7 @@ class HashChain:
         self._size = 4 * hasher.block_size
         self._root, self._state = state, state.copy()
         self._features, self.salts = features, salts
+        self._features_end = 4 * max((each.offset + each.length for each in features), default=0)
         self.hashes: list[bytes] = []
 
     def fork(self, data: bytes | bytearray) -> "HashChain":
@@ -159,14 +162,13 @@ class HashChain:
         if missing < size:
             return
         # The case of a decoding request, once in ``block_size`` steps.
-        if missing == size == len(added) and not self._features:
+        if missing == size == len(added) and start >= self._features_end:
             self._state.update(added)
             self.hashes.append(self._state.digest())
             return
-        if self._features:
-            self._extend_with_features(data, size)
-            return
-        if missing >= size * CHUNK_BLOCKS:
+        if start < self._features_end:
+            start = self._extend_with_features(data, size)
+        if len(data) - start >= size * CHUNK_BLOCKS:
             start = self._extend_by_chunks(data, size)
         self._append_blocks(bytes(memoryview(data)[start:]), size)
 
@@ -199,22 +201,33 @@ class HashChain:
             at += chunk
         return at
 
-    def _extend_with_features(self, data: bytes | bytearray, size: int) -> None:
-        """Hash blocks of which some overlap features: the content hash and its offset in the block are hashed too."""
-        tokens = size // 4
-        for at in range(len(self.hashes) * size, len(data) - size + 1, size):
+    def _extend_with_features(self, data: bytes | bytearray, size: int) -> int:
+        """Hash the blocks up to the end of the last feature; of those that overlap one, the content hash and its offset
+        in the block are hashed too. Returns the byte offset after them."""
+        tokens, at, ended = size // 4, len(self.hashes) * size, 0
+        while at < self._features_end and at + size <= len(data):
             first = at // 4
+            # Features are in order: those that begin behind the block are not looked at, and those before it not again.
+            while ended < len(self._features) and sum(self._features[ended][:2]) <= first:
+                ended += 1
+            near = takewhile(partial(_begins_before, first + tokens), islice(self._features, ended, None))
             extra = b"".join(
                 len(f.content_hash).to_bytes(4, "little")
                 + f.content_hash
                 + (f.offset - first).to_bytes(8, "little", signed=True)
-                for f in self._features
-                if f.offset < first + tokens and f.offset + f.length > first
+                for f in near
+                if f.offset + f.length > first
             )
             if extra:
                 self._state = self._hasher.restart(self._state.digest(), extra)
             self._state.update(data[at : at + size])
             self.hashes.append(self._state.digest())
+            at += size
+        return at
+
+
+def _begins_before(end: int, feature: InputFeature) -> bool:
+    return feature.offset < end
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:

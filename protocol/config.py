@@ -147,8 +147,9 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
 
     @property
     def item_kinds(self) -> tuple[str, ...]:
-        """Kinds of ``InputItem`` that requests may have. Nodes do not reach the memory in which their files are."""
-        if not self.encoder_cache_tokens or self.uses_nodes:
+        """Kinds of ``InputItem`` that requests may have. Nodes do not reach the memory in which their files are, and a
+        prompt that is not divided would need the rows of all of its items at once."""
+        if not self.encoder_cache_tokens or self.uses_nodes or not self.enable_chunked_prefill:
             return ()
         return ("image",) * (self.model.vision is not None) + ("rows",) * self.enable_prompt_embeds
 

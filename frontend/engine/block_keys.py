@@ -6,6 +6,7 @@ from quire.protocol.block_hash import BlockHasher
 from quire.protocol.config import EngineConfig
 from quire.protocol.routing import KEY_BYTES
 from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.item_messages import features_of
 
 TOKENS_AT_ONCE = 8192
 """Tokens that are hashed before other work of the event loop gets its turn."""
@@ -33,7 +34,7 @@ class BlockKeys:
             self._hasher = BlockHasher(self._algorithm, block_size)
         digest = "" if request.adapter is None else request.adapter.digest.hex()
         tenant = request.tenant if self._is_by_tenant else 0
-        chain = self._hasher.chain(request.cache_salt, digest, tenant=tenant)
+        chain = self._hasher.chain(request.cache_salt, digest, features_of(request.items), tenant=tenant)
         tokens = request.prompt_token_ids.astype("<i4", copy=False).tobytes()
         for end in range(4 * TOKENS_AT_ONCE, len(tokens), 4 * TOKENS_AT_ONCE):
             chain.extend(tokens[:end])

@@ -26,7 +26,7 @@ from quire.frontend.http.dialects.responses import (
 from quire.frontend.http.dialects.responses_compact import compact
 from quire.frontend.http.dialects.responses_socket import responses
 from quire.frontend.http.page.page import show_page
-from quire.frontend.http.routes.admin import engine_state, pause, reset_prefix_cache, resume
+from quire.frontend.http.routes.admin import engine_state, pause, reset_encoder_cache, reset_prefix_cache, resume
 from quire.frontend.http.routes.chat import chat_completions
 from quire.frontend.http.routes.completions import completions
 from quire.frontend.http.routes.fleet_admin import give_order, list_engines
@@ -117,6 +117,7 @@ ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/admin/pause", pause),
     ("POST", "/admin/resume", resume),
     ("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
+    ("POST", "/admin/reset_encoder_cache", reset_encoder_cache),
     ("GET", "/admin/state", engine_state),
     ("GET", "/admin/engines", list_engines),
     *(("POST", f"/admin/engines/{order}", give_order(order)) for order in ORDERS),

@@ -230,6 +230,10 @@ class LLM(PoolingMethods):
         """Drop all cached prefixes; return False if requests hold blocks, without dropping any."""
         return self._calls.ask(Control("reset_prefix_cache", 1)).done
 
+    def reset_encoder_cache(self) -> bool:
+        """Drop the rows of all images; return False if requests need any, without dropping any."""
+        return self._calls.ask(Control("reset_encoder_cache", 1)).done
+
     def pause(self, mode: str = "wait") -> None:
         """Pause the engine, and return at once. Calls that would wait for the end of the pause raise EngineError.
 

@@ -110,7 +110,7 @@ PAUSE_MODES = {"": None, "pause_new": "wait", "pause": "keep"}
 
 class Control(Message, frozen=True, tag=13):
     """``kind``: statistics, requests (statistics with tenants and requests), pause (schedule nothing), pause_new (admit
-    nothing), resume, abort_all, reset_prefix_cache.
+    nothing), resume, abort_all, reset_prefix_cache, reset_encoder_cache.
 
     Answered by Statistics with the same ``query``.
     """
@@ -374,6 +374,19 @@ class Statistics(Message, frozen=True, tag=22):
     """Number of rounds that accepted the draft token at this position, from 0 on; empty without drafts."""
     num_invalid_draft_tokens: int = 0
     """Draft tokens that a grammar forbids, and those after them."""
+    encoder_cache_tokens: int = 0
+    """Rows for which the encoder cache has room; 0 without one."""
+    num_encoder_cache_tokens: int = 0
+    """Rows that have room there."""
+    num_encoder_runs: int = 0
+    """Images and given embeddings that workers were asked to encode."""
+    num_encoder_failures: int = 0
+    num_encoder_hits: int = 0
+    """Items of requests whose rows were in the encoder cache, or on their way there."""
+    num_encoder_evictions: int = 0
+    """Items whose rows were dropped for others."""
+    encoder_seconds: float = 0.0
+    """Time that the runs took, of the slowest rank."""
 
     @property
     def num_pages(self) -> int:

@@ -3,8 +3,11 @@
 An item is identified by the digest of its content, never by a name that a client gives.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
+from quire.protocol.block_hash import InputFeature
 from quire.protocol.wire.link_messages import Message
 
 ITEM_DIGEST_BYTES = 32
@@ -44,9 +47,29 @@ class InputItem(msgspec.Struct, array_like=True, frozen=True):
     def num_rows(self) -> int:
         return sum(count for _, count in self.ranges)
 
+    def has_positions(self, begin: int, end: int) -> bool:
+        """Whether some of its positions are from ``begin`` up to ``end``."""
+        return any(first < end and first + count > begin for first, count in self.ranges)
+
+
+def features_of(items: Iterable[InputItem]) -> list[InputFeature]:
+    """Return what block hashes cover of items: for each range its digest, and the first of the rows there."""
+    found: list[InputFeature] = []
+    for item in items:
+        row = 0
+        for first, count in item.ranges:
+            found.append(InputFeature(first, count, item.digest + row.to_bytes(4, "little")))
+            row += count
+    return found
+
 
 class RowItem(msgspec.Struct, array_like=True, frozen=True):
-    """An item as a worker's row has it. ``number``: of its Encode; the rows are there in each step that needs them."""
+    """An item as a worker's row has it.
+
+    A chunk may begin inside a range. It ends inside one only where ``VisionConfig.is_causal`` allows it.
+
+    ``number``: of its Encode, 0 if no position of the row needs it; the rows are there in each step that needs them.
+    """
 
     number: int
     ranges: list[tuple[int, int]]
@@ -61,7 +84,7 @@ class Encode(Message, frozen=True, tag=38):
     Attributes:
         number: identifies the rows in ``NewRequestData``; from 1, never reused for another content in a worker epoch.
         num_rows: number of rows that the item must have.
-        dropped: numbers of the items whose rows are freed first.
+        dropped: numbers of the items whose rows are freed first; a rank that could not encode one does not have it.
     """
 
     number: int

@@ -102,7 +102,7 @@ class ReplayScheduler(Scheduler):
             return 0
         if len(self.in_flight) < config.pipeline_depth or config.num_speculative_tokens:
             return 0
-        if not self.transfers.is_settled or not self.adapters.is_settled:
+        if not (self.transfers.is_settled and self.adapters.is_settled and self.items.is_settled):
             return 0
         if self.in_flight.verified is not batch or not all(_is_only(step, batch) for step in self.in_flight.records):
             return 0

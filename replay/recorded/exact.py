@@ -190,6 +190,7 @@ class _Replay:
         self.scheduler.transfers.take_loads()  # a replay sends none
         self.scheduler.transfers.take_stores()
         self.scheduler.adapters.take_loads()
+        self.scheduler.items.take_encodes()
         return None if entry.is_intact else _altered(entry, self._step)
 
     def _located(self, entry: TraceLine, found: Differs) -> Difference:

@@ -19,6 +19,7 @@ from quire.protocol.process.child import Report, child_parser, init_child
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Channel
+from quire.protocol.wire.item_messages import Encode
 from quire.protocol.wire.link_messages import Heartbeat
 from quire.protocol.wire.transfer_messages import HostPages, MoveBlocks
 from quire.protocol.wire.worker_handshake import Superseded, WorkerCommands, request_configuration, wait_for_message
@@ -34,6 +35,7 @@ from quire.protocol.wire.worker_messages import (
 from quire.replay.costs.adapter_clock import AdapterClock
 from quire.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
+from quire.replay.costs.encoder_clock import EncoderClock
 from quire.replay.costs.sizes import simulated_slots
 from quire.replay.simulate.simulated_runner import SimulatedRunner, SimulatedStep
 
@@ -87,7 +89,7 @@ class SimulatedWorker:
     """Owns the channel to the scheduler, the rows, and the time at which the simulated device is free.
 
     Steps queue as on a device: a step that arrives while another is computed begins when that one ends. Copies of KV
-    blocks and loads of adapters run beside them.
+    blocks, loads of adapters and encodings of items run beside them.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class SimulatedWorker:
         self._free_at = 0.0
         self._copies = CopyClock(NO_TIERS)
         self._adapters = AdapterClock()
+        self._encoder = EncoderClock()
 
     def run(self) -> None:
         """Run until the scheduler sends Shutdown or another call arrives.
@@ -155,6 +158,8 @@ class SimulatedWorker:
                     self._copies.send(move, self._clock.now(), self._free_at)
                 case LoadAdapter() as load:
                     self._adapters.send(load, self._clock.now())
+                case Encode() as encode:
+                    self._encoder.send(encode, self._clock.now())
                 case Shutdown():
                     return
                 case None if timeout is not None:
@@ -166,10 +171,10 @@ class SimulatedWorker:
 
     @property
     def _next_end(self) -> float:
-        """When the oldest step, copy or load of an adapter ends; infinite if none has an end yet."""
+        """When the oldest step, copy, load of an adapter or encoding ends; infinite if none has an end yet."""
         oldest = self._in_flight[0] if self._in_flight else None
         step_end = float("inf") if oldest is None or oldest.result is None else oldest.end
-        return min(step_end, self._copies.next_end, self._adapters.next_end)
+        return min(step_end, self._copies.next_end, self._adapters.next_end, self._encoder.next_end)
 
     def _poll_timeout(self) -> float | None:
         """Return how long to wait for a message, in seconds; None: without a limit.
@@ -208,7 +213,7 @@ class SimulatedWorker:
             return  # the poll returned early
         if end > now:
             self._clock.sleep_until(end)
-        elif (ended := self._copies.take(now) or self._adapters.take(now)) is not None:
+        elif (ended := self._copies.take(now) or self._adapters.take(now) or self._encoder.take(now)) is not None:
             self._channel.send(ended)
         else:
             result = self._in_flight.popleft().result

@@ -68,12 +68,14 @@ class Feature:
     Attributes:
         name: attribute of the Scheduler.
         policies: scheduling policies whose rank of requests the feature sets (``RequestQueue.rank``).
+        pause_reason: why steps do not compute a running request (``can_run``).
         is_enabled: False if no request of this engine can need it: then only ``Calls.ALWAYS`` are called, so that
             steps do not pay for what they do not have.
     """
 
     name = ""
     policies: tuple[str, ...] = ()
+    pause_reason: WaitReason | None = None
     is_enabled = True
 
     def consumes(self) -> Mapping[type, Handler]:
@@ -161,6 +163,13 @@ class Feature:
     def most_tokens(self, request: Request) -> int | None:
         """Return how many positions of a running prefill the step may compute at most. It may be preempted here."""
         return None
+
+    def chunk(self, request: Request, begin: int, num_tokens: int, most: int) -> int:
+        """Return how many positions from ``begin`` on a prefill may compute in the step: ``num_tokens`` or fewer.
+
+        ``most``: room of the step. More than ``num_tokens``, its part of the step, are possible where fewer are not.
+        """
+        return num_tokens
 
     def speculate(self, decodes: list[Request], num_decoding: int, step: int) -> Iterable[int]:
         """Return the number of drafts that each decoding request may have.
@@ -294,6 +303,10 @@ class Feature:
     def contents_dropped(self) -> None:
         """All cached contents were dropped by command."""
 
+    def order(self, kind: str) -> bool | None:
+        """Execute a Control of this kind. Returns whether it was done, or None if the feature does not know it."""
+        return None
+
     def before_epoch(self) -> None:
         """The workers died. The steps in flight are known, and dropped after this."""
 
@@ -333,7 +346,7 @@ class Calls(TableCalls):
         handlers: by type of event, what consumes it.
     """
 
-    ALWAYS = ("validate", "prepare", "statistics", "check")
+    ALWAYS = ("validate", "prepare", "statistics", "order", "check")
     UNWINDS = ("ending", "ended", "new_epoch", "after_step")
 
     def __init__(self) -> None:

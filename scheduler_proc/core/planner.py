@@ -73,7 +73,8 @@ class Planner:
         # Most engines have no feature for these hooks: then a step pays for no comprehension.
         calls, config = self.calls, self.config
         budgets = [feature.budget() for feature in calls.budget] if calls.budget else ()
-        plan = StepPlan(step, config, self.kv, budgets)
+        chunks = [feature.chunk for feature in calls.chunk] if calls.chunk else ()
+        plan = StepPlan(step, config, self.kv, budgets, chunks)
         can_claim = config.scheduling_policy == "priority" or any(each.claims() for each in calls.claims)
         for feature in calls.begin_plan:
             feature.begin_plan(plan)
@@ -171,12 +172,13 @@ class Planner:
 
     def schedule_prefill(self, plan: StepPlan, request: Request, most: int) -> None:
         """Schedule at most ``most`` positions of a prefill."""
+        wanted = request.num_tokens_to_compute
         for feature in self.calls.most_tokens:
             if (limit := feature.most_tokens(request)) is not None:
-                most = min(most, limit)
-        most = plan.prefill_tokens(request, min(most, request.num_tokens_to_compute), request.num_computed_tokens)
-        if most > 0:
-            self._allocate(plan, StepRow(request, most, None, is_prefill=True))
+                wanted = min(wanted, limit)
+        num_tokens = plan.prefill_tokens(request, wanted, request.num_computed_tokens, most)
+        if num_tokens > 0:
+            self._allocate(plan, StepRow(request, num_tokens, None, is_prefill=True))
 
     def _allocate(self, plan: StepPlan, row: StepRow) -> None:
         """Allocate the blocks of a running request's row and add it to the plan.
@@ -310,9 +312,9 @@ class Planner:
         while (reason := plan.lacks_room(request, num_hit_tokens)) is not None:
             if not self.preemption.for_tokens(plan, request):
                 return reason
-        num_tokens = plan.prefill_tokens(request, request.num_tokens - num_hit_tokens, num_hit_tokens)
-        if until:
-            num_tokens = min(num_tokens, until - num_hit_tokens)
+        num_tokens = plan.prefill_tokens(request, (until or request.num_tokens) - num_hit_tokens, num_hit_tokens)
+        if num_tokens < 1:  # what must be computed in one step has no room in this one
+            return WaitReason.TOKEN_BUDGET
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:
             if not (self.kv.holds.end_one_kept(request.handle) or self.preemption.for_blocks(plan, request, reason)):

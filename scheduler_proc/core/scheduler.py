@@ -261,7 +261,7 @@ class BareScheduler:
                 for feature in self.core.calls.contents_dropped if done else ():
                     feature.contents_dropped()
             case _:
-                done = False
+                done = any(feature.order(event.kind) for feature in self.core.calls.order)
         is_listing = event.kind == "requests"
         reply = self.statistics(event.query, done, is_listing=is_listing)
         if is_listing:

@@ -54,7 +54,7 @@ def list_requests(core: Core, *, is_paused: bool) -> list[RequestState]:
 def _request_state(core: Core, request: Request, is_paused: bool) -> RequestState:
     table, handle, reason = core.table, request.handle, ""
     if handle in table.running:
-        state, reason = "running", "" if table.can_run(request) else str(RUNNING_REASON)
+        state, reason = "running", str(table.pause_reason(request) or "")
     elif handle in table.leaving:
         state = "leaving"
     elif handle in table.skipped_waiting:

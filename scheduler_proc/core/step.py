@@ -1,6 +1,6 @@
 """Step plan: the decisions of one step while it is planned, and the diff built from them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quire.protocol.config import EngineConfig
@@ -31,6 +31,10 @@ class Budget(Protocol):
         """Give back what a row has taken, which is withdrawn."""
 
 
+Chunks = Callable[[Request, int, int, int], int]
+"""``Feature.chunk``."""
+
+
 class StepPlan:
     """Decisions of one call of ``schedule()``.
 
@@ -50,10 +54,18 @@ class StepPlan:
         keep_free: blocks that admission leaves free, as of when it began. Requests admitted since do not raise it.
     """
 
-    def __init__(self, step: int, config: EngineConfig, kv: KVCacheManager, budgets: Sequence[Budget] = ()) -> None:
+    def __init__(
+        self,
+        step: int,
+        config: EngineConfig,
+        kv: KVCacheManager,
+        budgets: Sequence[Budget] = (),
+        chunks: Sequence[Chunks] = (),
+    ) -> None:
+        """``chunks``: what decides where chunks end."""
         self.step = step
         self.config = config
-        self._kv = kv
+        self._kv, self._chunks = kv, chunks
         self.budget = self.prefill_budget = self.prefill_limit = config.step_tokens
         self.budgets = budgets
         self.rows: dict[int, StepRow] = {}
@@ -91,13 +103,20 @@ class StepPlan:
                 return budget.reason
         return None if chunked or missing <= self.budget else WaitReason.WHOLE_PROMPT
 
-    def prefill_tokens(self, request: Request, wanted: int, num_computed: int) -> int:
-        """Return how many of the ``wanted`` positions of a prefill the step can compute."""
-        most = min(wanted, self.budget, self.prefill_budget)
+    def prefill_tokens(self, request: Request, wanted: int, num_computed: int, part: int | None = None) -> int:
+        """Return how many of the ``wanted`` positions of a prefill the step can compute.
+
+        ``part``: most of them by the division of the prefill budget; None: all that is left of it.
+        """
+        most = min(wanted, self.budget)
         for budget in self.budgets:
             most = min(most, budget.left(request, num_computed))
         most = min(most, self._kv.step_tokens(request.num_tokens))
-        return min(most, self.config.long_prefill_token_threshold or most)
+        num_tokens = min(most, self.prefill_budget if part is None else min(part, self.prefill_budget))
+        num_tokens = min(num_tokens, self.config.long_prefill_token_threshold or num_tokens)
+        for chunks in self._chunks if num_tokens > 0 else ():
+            num_tokens = chunks(request, num_computed, num_tokens, most)
+        return num_tokens
 
     def add(self, row: StepRow) -> None:
         request = row.request

@@ -192,7 +192,9 @@ class Forks(Feature):
             return
         if kv.awaits_copy(parent.handle):
             return
-        if not kv.can_fork(parent, num_shared, is_written=not samples):
+        num_new = child.num_tokens - num_shared
+        can_compute = all(each.chunk(child, num_shared, num_new, num_new) == num_new for each in self._core.calls.chunk)
+        if not (can_compute and kv.can_fork(parent, num_shared, is_written=not samples)):
             self.stop_waiting(child)
             PARENT.put(child, None)
             return
@@ -207,7 +209,7 @@ class Forks(Feature):
         self._core.hooks.admitted(child, num_shared)
         self._core.decisions.follow(child, "scheduled", num_tokens=num_shared)
         root = parent if samples else None
-        plan.add(StepRow(child, child.num_tokens - num_shared, None, parent=root, shares_with=parent.handle))
+        plan.add(StepRow(child, num_new, None, parent=root, shares_with=parent.handle))
 
     def contents(self, row: StepRow, found: dict[Any, Contents]) -> Contents | None:
         """Return what a new child has, as its parent's first child had it: many children are read once."""

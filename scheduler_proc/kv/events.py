@@ -35,7 +35,8 @@ class KVEventRecorder:
     block.
 
     ``describes``: whether it needs ``describe`` before ``stored``, as ``DescribingRecorder`` does. ``label``: returns
-    that of a request's blocks; set by what knows it.
+    that of a request's blocks; ``covers``: returns what its positions from one up to another have instead of tokens.
+    Each is set by what knows it.
     """
 
     describes: ClassVar[bool] = False
@@ -46,6 +47,7 @@ class KVEventRecorder:
         self._has_states = bool(layout.states)
         self._hash_bytes = hash_bytes
         self.label: Callable[[Any], tuple[int, str] | None] = lambda request: None
+        self.covers: Callable[[Any, int, int], tuple[str, ...]] = lambda request, begin, end: ()
         self._events: list[KVEvent] = []
         self._run: list[bytes] = []
         """Keys of the current run, split into groups only at its end: a step stores thousands one by one."""
@@ -115,12 +117,14 @@ class Origin(NamedTuple):
         parent: hash of the block before it in its group; None for the first one.
         label: number and name of the weights beside the model's that have computed it, or None.
         salts: of the first block only, as in ``Span``.
+        covered: names of what positions of the block have instead of tokens, such as images.
     """
 
     parent: bytes | None
     token_ids: list[int]
     label: tuple[int, str] | None
     salts: tuple[str, ...]
+    covered: tuple[str, ...] = ()
 
 
 class DescribingRecorder(KVEventRecorder):
@@ -140,7 +144,8 @@ class DescribingRecorder(KVEventRecorder):
         for index in range(first, end):
             start = (index - first) * size
             parent = hashes[index - 1] if index else None
-            origin = Origin(parent, token_ids[start : start + size], label, () if index else salts)
+            covered = self.covers(request, index * size, (index + 1) * size)
+            origin = Origin(parent, token_ids[start : start + size], label, () if index else salts, covered)
             self.origins[hashes[index], group] = origin
 
     def describe_keys(self, request: FilledRequest, keys: Sequence[bytes]) -> None:

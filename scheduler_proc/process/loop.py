@@ -17,6 +17,7 @@ from quire.protocol.wire.channel import Received
 from quire.protocol.wire.clients import mismatch
 from quire.protocol.wire.codec import ProtocolError
 from quire.protocol.wire.front_end_messages import AddRequest, ClientEvent, EngineState, Rejected, Statistics
+from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
@@ -254,7 +255,7 @@ class SchedulerLoop:
         match received.message:
             case ModelRunnerOutput() | Proposed() if self._scheduler is not None:
                 self._on_step_message(self._scheduler, workers, received)
-            case BlocksMoved() | DiskContents() | AdapterLoaded() as answer if self._scheduler is not None:
+            case BlocksMoved() | DiskContents() | AdapterLoaded() | Encoded() as answer if self._scheduler is not None:
                 self._transfers.answered(self._scheduler, answer, self._clock())
             case Hello() as hello:
                 # A worker of another version is refused for good, since it would be as wrong after a restart.

@@ -1,4 +1,5 @@
-"""Work of the workers beside the steps: copies of blocks (where their pages are, deadlines) and loads of adapters."""
+"""Work of the workers beside the steps: copies of blocks (where their pages are, deadlines), loads of adapters, and
+encodings of items."""
 
 import math
 from collections import deque
@@ -11,8 +12,9 @@ from quire.protocol.config import FIRST_WORKER_EPOCH, EngineConfig
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.checkpoint_digest import Fingerprint, begin_digest
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.adapter_messages import AdapterLoaded
+from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.item_messages import Encode, Encoded
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages
 from quire.scheduler_proc.process.transport import PageFiles, Transport
@@ -26,14 +28,19 @@ log = event_logger("scheduler")
 LOG_S = 10.0
 """Least seconds between two lines about failed copies, of which a bad disk has many."""
 SLOW_LOAD_S = 30.0
-"""Seconds between two lines about a load of an adapter that does not end."""
+"""Seconds between two lines about a load of an adapter, or an encoding of an item, that does not end."""
+
+ADAPTER, ITEM = "an adapter", "an image"
+Beside = AdapterLoaded | Encoded
+"""Answers to what threads of the workers do beside the steps."""
 
 
 class TierTransfers:
-    """Sends the Scheduler's transfers and loads of adapters, and passes it their answers and which transfers are late.
+    """Sends the Scheduler's transfers, loads of adapters and encodings of items, and passes it their answers and which
+    transfers are late.
 
-    Owns where the pages of all tiers are. Without ``--cpu-offload-bytes``, ``--ssd-cache-bytes`` and ``--enable-lora``
-    it has nothing to do. Writes to the disk itself only to forget contents, and waits for it then.
+    Owns where the pages of all tiers are. Without ``--cpu-offload-bytes``, ``--ssd-cache-bytes``, ``--enable-lora`` and
+    items it has nothing to do. Writes to the disk itself only to forget contents, and waits for it then.
     """
 
     def __init__(self, config: EngineConfig, transport: Transport, journal: Journal, worker_epoch: int) -> None:
@@ -68,8 +75,9 @@ class TierTransfers:
         self._events: Codec[Consumed] = Codec(Consumed)
         self._deadlines: dict[int, float] = {}
         """Load to the time at which it is late."""
-        self._slow_at: dict[int, float] = {}
-        """Number of an adapter that is being loaded to the time at which that is logged."""
+        self._slow_at: dict[tuple[str, int], float] = {}
+        """Number of an adapter that is being loaded, or of an item that is being encoded, to the time at which that is
+        logged."""
         self._num_failed = 0
         """Failed copies that no line in the log has counted."""
         self._logs_at = -math.inf
@@ -151,18 +159,21 @@ class TierTransfers:
         return " ".join(sorted(workers.files))
 
     def send_loads(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
-        """Send loads of blocks and adapters, which need not wait for the step that was just decided."""
+        """Send loads of blocks and adapters, and encodings, which need not wait for the step that was just decided."""
         for load in scheduler.transfers.take_loads():
             # A load is a bet against computing: the limit is the time in which the request would have computed the
             # blocks. Without it, a disk that hangs would hold its requests for ever.
             self._deadlines[load.transfer] = now + scheduler.transfers.load_limit(load.transfer)
             workers.send(load)
-        self._load_adapters(scheduler, workers, now)
+        self._send_beside(scheduler, workers, now)
 
-    def _load_adapters(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
-        for load in scheduler.adapters.take_loads():
-            self._slow_at[load.number] = now + SLOW_LOAD_S
-            workers.send(load)
+    def _send_beside(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
+        """Send what threads of the workers do beside the steps."""
+        messages: list[LoadAdapter | Encode] = [*scheduler.adapters.take_loads(), *scheduler.items.take_encodes()]
+        for message in messages:
+            what = ITEM if isinstance(message, Encode) else ADAPTER
+            self._slow_at[what, message.number] = now + SLOW_LOAD_S
+            workers.send(message)
 
     def send_stores(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
         """Send stores and demotions, after the step that was decided before them."""
@@ -172,20 +183,21 @@ class TierTransfers:
         for store in scheduler.transfers.take_stores():
             workers.send(store)
 
-    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | AdapterLoaded, now: float) -> None:
+    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | Beside, now: float) -> None:
         """Pass an answer to the Scheduler, and log what has failed.
 
         Raises:
             EngineError: its durations are impossible.
         """
-        if isinstance(answer, AdapterLoaded):
+        if isinstance(answer, AdapterLoaded | Encoded):
+            what = ADAPTER if isinstance(answer, AdapterLoaded) else ITEM
             if not 0.0 <= answer.seconds < math.inf:
-                raise EngineError(f"load of adapter {answer.number} took {answer.seconds} s: the worker is faulty")
-            self._slow_at.pop(answer.number, None)
+                raise EngineError(f"{what} {answer.number} took {answer.seconds} s: the worker is faulty")
+            self._slow_at.pop((what, answer.number), None)
             self._consume(scheduler, answer)
             if answer.problem:
-                log.error("an adapter was not loaded; its requests end", number=answer.number, reason=answer.problem)
-            else:
+                log.error(f"{what} was not loaded; its requests end", number=answer.number, reason=answer.problem)
+            elif isinstance(answer, AdapterLoaded):
                 log.info(
                     "loaded an adapter",
                     number=answer.number,
@@ -240,13 +252,13 @@ class TierTransfers:
         if workers is not None:
             self.send_stores(scheduler, workers)
             if workers.is_ready:
-                self._load_adapters(scheduler, workers, now)
+                self._send_beside(scheduler, workers, now)
         for number in [number for number, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[number]
             self._consume(scheduler, LoadLate(number))
-        for number in [number for number, at in self._slow_at.items() if at <= now]:
-            log.warning("an adapter is still being loaded; its requests wait", number=number, after_s=SLOW_LOAD_S)
-            self._slow_at[number] = now + SLOW_LOAD_S
+        for what, number in [key for key, at in self._slow_at.items() if at <= now]:
+            log.warning(f"{what} is still being loaded; its requests wait", number=number, after_s=SLOW_LOAD_S)
+            self._slow_at[what, number] = now + SLOW_LOAD_S
         if self._contents:
             self._consume(scheduler, self._contents.popleft())
 
@@ -257,7 +269,7 @@ class TierTransfers:
         self._waiting = None
 
     def _consume(
-        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | AdapterLoaded
+        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | Beside
     ) -> None:
         scheduler.consume(event)
         self._journal.consumed(0, self._events.encode(0, 0, event), event)

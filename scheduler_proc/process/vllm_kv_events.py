@@ -148,8 +148,9 @@ def _runs(event: BlocksStored, origins: Mapping[tuple[bytes, int], Origin]) -> l
 
 
 def _extra_keys(origins: Sequence[Origin]) -> list[tuple[str, ...] | None] | None:
-    """Return for each block the name of its adapter and, of a prompt's first block, the salts."""
-    keys = [(*(() if origin.label is None else (origin.label[1],)), *origin.salts) for origin in origins]
+    """Return for each block the name of its adapter, the digests of its images and, of a prompt's first block, the
+    salts."""
+    keys = [(*(() if o.label is None else (o.label[1],)), *o.covered, *o.salts) for o in origins]
     return [key or None for key in keys] if any(keys) else None
 
 

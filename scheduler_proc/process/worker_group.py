@@ -13,6 +13,7 @@ from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.checkpoint_digest import Fingerprint
 from quire.protocol.wire.adapter_messages import AdapterLoaded
 from quire.protocol.wire.channel import Channel, Frames, Received, SendFailed
+from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import Digest, ModelRunnerOutput, Ready
 
@@ -49,6 +50,8 @@ class WorkerGroup:
         self._moved: dict[int, dict[int, BlocksMoved]] = {}
         self._loaded: dict[int, dict[int, AdapterLoaded]] = {}
         """Answers to loads of adapters, by slot and rank."""
+        self._encoded: dict[int, dict[int, Encoded]] = {}
+        """Answers to encodings of items, by number and rank."""
         self._contents: list[list[DiskContents]] = [[] for _ in channels]
         """The parts received from each rank."""
 
@@ -119,6 +122,12 @@ class WorkerGroup:
                         if len(ends) == self.size:
                             del self._loaded[loaded.slot]
                             return rank, received._replace(message=_loaded_by_all(list(ends.values())))
+                    case Encoded() as encoded if self.size > 1:
+                        rows = self._encoded.setdefault(encoded.number, {})
+                        rows[rank] = encoded
+                        if len(rows) == self.size:
+                            del self._encoded[encoded.number]
+                            return rank, received._replace(message=_encoded_by_all(list(rows.values())))
                     case DiskContents() as contents:
                         self._contents[rank].append(contents)
                         if all(parts and parts[-1].is_last for parts in self._contents):
@@ -234,3 +243,10 @@ def _loaded_by_all(answers: Sequence[AdapterLoaded]) -> AdapterLoaded:
         max(answer.seconds for answer in answers),
         all(answer.was_cached for answer in answers),
     )
+
+
+def _encoded_by_all(answers: Sequence[Encoded]) -> Encoded:
+    """Return the answer of a group: an item that one rank could not encode has no rows."""
+    problem = next((answer.problem for answer in answers if answer.problem), "")
+    num_bytes, seconds = sum(answer.num_bytes for answer in answers), max(answer.seconds for answer in answers)
+    return Encoded(answers[0].number, problem, num_bytes, seconds)

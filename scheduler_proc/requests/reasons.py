@@ -40,6 +40,8 @@ class WaitReason(enum.StrEnum):
     """Its LoRA adapter is not loaded."""
     ADAPTER_TURN = "adapter_turn"
     """It was admitted, and other adapters have their turn; only in decisions, because it runs."""
+    ENCODER = "encoder"
+    """The rows of an image of its prompt are not computed, or lack room in the encoder cache."""
     REMOTE_KV = "remote_kv"
     STREAMING = "streaming"
 
@@ -74,7 +76,7 @@ HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 LASTING_REASONS = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.PROGRAM_LIMIT, WaitReason.FULL_SEQUENCE)
 """They depend on rows and blocks, and not on which prefills a step has."""
 RUNNING_REASON = WaitReason.ADAPTER_TURN
-"""The only reason for which a running request is not computed."""
+"""Only running requests wait for it."""
 RESERVED_REASONS = (WaitReason.REMOTE_KV, WaitReason.STREAMING)
 """Nothing produces them yet (docs/reserved.md), so statistics have them only if a request waits for one."""
 

@@ -19,6 +19,8 @@ _by_order = attrgetter("order")
 class TableFeature(Protocol):
     """The view of a feature that the table calls, as of ``Feature``."""
 
+    pause_reason: WaitReason | None
+
     def added(self, request: Request) -> None: ...
     def started(self, request: Request) -> None: ...
     def stopped(self, request: Request) -> None: ...
@@ -142,6 +144,10 @@ class RequestTable:
     def can_run(self, request: Request) -> bool:
         """Whether steps may compute a running request."""
         return all(feature.can_run(request) for feature in self._calls.can_run)
+
+    def pause_reason(self, request: Request) -> WaitReason | None:
+        """Return why steps do not compute a running request, or None if they do."""
+        return next((each.pause_reason for each in self._calls.can_run if not each.can_run(request)), None)
 
     def computed(self) -> list[Request]:
         """Return the running requests outside of steady decode which steps may compute."""

@@ -153,6 +153,22 @@ def test_block_hashes_cover_content_and_position_of_features() -> None:
     assert hashes(tokens, features=two) != hashes(tokens, features=[InputFeature(0, 2, b"b"), InputFeature(2, 2, b"a")])
 
 
+@pytest.mark.parametrize("step", [4, 5, 37, 400])
+def test_features_hash_the_same_however_a_prompt_grows(step: int) -> None:
+    """Blocks behind the last feature are hashed as plain ones are, in chunks that the memo knows."""
+    features = [InputFeature(2, 3, b"a"), InputFeature(5, 30, b"b"), InputFeature(41, 1, b"c")]
+    data = np.arange(700, dtype="<i4").tobytes()
+    hasher = BlockHasher("sha256", 4)
+    whole, grown = (hasher.chain(features=features) for _ in range(2))
+    whole.extend(data)
+    for end in range(0, len(data) + 1, 4 * step):
+        grown.extend(data[:end], data[max(end - 4 * step, 0) : end])
+    count = len(grown.hashes)
+    assert grown.hashes == whole.hashes[:count] and count > 70 and len(set(whole.hashes)) == 175
+    assert grown.fork(data[:640]).hashes == whole.hashes[:40]
+    assert len(hasher.memo) > 0
+
+
 def test_prompt_hashes_equal_the_engines() -> None:
     assert prompt_hashes(list(range(11)), 4, "s") == hashes(list(range(11)), salt="s")
     assert prompt_hashes(list(range(11)), 4, algorithm="xxh3_128") != prompt_hashes(list(range(11)), 4)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from fake_adapters import mix_of
+from fake_items import mixes_of
 from fake_worker import contexts_of, extend_context, next_token, pooled_row, prompt_logprobs_of, routed_row
 from sim_model import best_two, candidates_of
 from sim_scenario import SimRequest
@@ -26,6 +27,20 @@ LATE_S = 4.0
 """Most seconds between the commit of a token and its arrival at the client."""
 
 
+def seen(world: "World", request: SimRequest) -> list[int]:
+    """Return the prompt as the fake model sees it: images in place of tokens."""
+    mixes = mixes_of(world.items_of(request))
+    return [token ^ mixes.get(at, 0) for at, token in enumerate(request.prompt)]
+
+
+def may_lose_items(world: "World", request: SimRequest, why: str) -> bool:
+    """Whether a request may end for its images: after a fault, or since no step or pool has room for a whole one."""
+    vision, items = world.config.model.vision, world.items_of(request)
+    if why.startswith("item_too_large"):
+        return bool(items) and vision is not None and not vision.is_causal
+    return any(item.digest in world.faults.bad_items for item in items)
+
+
 def most_output_tokens(request: SimRequest, max_tokens: int) -> int:
     return min(request.max_tokens, min(MAX_MODEL_LEN, max_tokens + 1) - len(request.prompt))
 
@@ -39,7 +54,7 @@ def expected_answer(world: "World", request: SimRequest, known: list[int]) -> tu
     assert world.max_tokens is not None
     if request.task or request.beams:
         return [], EndReason.STOPPED
-    context = reduce(extend_context, [*request.prompt, *known], 0)
+    context = reduce(extend_context, [*seen(world, request), *known], 0)
     limit = most_output_tokens(request, world.max_tokens)
     adapter = world.adapter_of(request)
     mix = 0 if adapter is None else mix_of(adapter.digest)
@@ -69,7 +84,7 @@ def searched(world: "World", request: SimRequest) -> list[Hypothesis]:
     assert params.num_candidates is not None
     search = BeamSearch(params, frozenset(EOS), most_output_tokens(request, world.max_tokens))
     mix = 0 if adapter is None else mix_of(adapter.digest)
-    contexts = [reduce(extend_context, request.prompt, 0)]
+    contexts = [reduce(extend_context, seen(world, request), 0)]
     while True:
         found = [candidates_of(each ^ mix, params.num_candidates, even=request.even) for each in contexts]
         choice = search.step([[(token, float(np.float32(value))) for token, value in own] for own in found])
@@ -86,10 +101,10 @@ def check_update(world: "World", client: "SimClient", update: Update) -> None:
     first = len(client.tokens)
     client.tokens += update.token_ids
     assert client.tokens[first:] == want[first : len(client.tokens)], f"{request.name}: tokens differ from {first} on"
-    _check_logprobs(request, want, first, update)
+    _check_logprobs(seen(world, request), request, want, first, update)
     if update.prompt_logprobs is not None:
         ids, values, _ = (column.ravel().tolist() for column in update.prompt_logprobs.columns(1))
-        _check_prompt(request, ids, values, whole=bool(client.tokens))
+        _check_prompt(seen(world, request), request, ids, values, whole=bool(client.tokens))
     client.pooled += [] if update.pooled is None else update.pooled.tolist()
     client.experts += [] if update.routed_experts is None else update.routed_experts.tolist()
     num_known = len(request.prompt) + len(client.tokens)
@@ -100,15 +115,15 @@ def check_update(world: "World", client: "SimClient", update: Update) -> None:
         client.num_counted = update.num_output_tokens
 
 
-def _check_logprobs(request: SimRequest, answer: list[int], first: int, update: Update) -> None:
-    """Check one entry per token if requested: the token itself and the most likely ones."""
+def _check_logprobs(prompt: list[int], request: SimRequest, answer: list[int], first: int, update: Update) -> None:
+    """Check one entry per token if requested: the token itself and the most likely ones. ``prompt``: as seen."""
     if request.logprobs is None or not update.token_ids:
         assert not update.logprobs, f"{request.name} got log probabilities that it did not request"
         return
     assert update.logprobs is not None and len(update.logprobs) == len(update.token_ids), (
         f"{request.name}: log probabilities are missing"
     )
-    context = reduce(extend_context, [*request.prompt, *answer[:first]], 0)
+    context = reduce(extend_context, [*prompt, *answer[:first]], 0)
     for token, entry in zip(update.token_ids, update.logprobs, strict=True):
         best = best_two(token, context, VOCAB_SIZE)
         entries = [(entry.token_id, entry.logprob), *entry.top[: request.logprobs]]
@@ -120,9 +135,11 @@ def _check_logprobs(request: SimRequest, answer: list[int], first: int, update: 
         context = extend_context(context, token)
 
 
-def _check_prompt(request: SimRequest, token_ids: list[int], values: list[float], *, whole: bool) -> None:
+def _check_prompt(
+    seen_as: list[int], request: SimRequest, token_ids: list[int], values: list[float], *, whole: bool
+) -> None:
     """``whole``: all must be there, since the first tokens are; a request that ended earlier may have only a part."""
-    want = prompt_logprobs_of(request.prompt)
+    want = {at: (request.prompt[at], value) for at, (_, value) in prompt_logprobs_of(seen_as).items()}
     assert request.prompt_logprobs is not None and (len(token_ids) == len(want) or not whole), (
         f"{request.name}: part of the prompt's log probabilities is missing"
     )
@@ -148,6 +165,8 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
             assert name in world.faults.bad_logits, f"{name} ended for bad logits without a fault"
         elif client.detail.startswith("adapter_not_loaded"):
             assert _has_bad_adapter(world, request), f"{name} ended for its adapter without a fault"
+        elif client.detail.startswith(("image_not_encoded", "item_too_large")):
+            assert may_lose_items(world, request, client.detail), f"{name} ended for its images without a fault"
         elif client.detail == ENGINE_FAULT:
             deaths = sum(at >= client.last_token_at for at in front.scheduler_deaths)
             assert deaths >= MAX_SCHEDULER_DEATHS, f"{name} ended as the cause after {deaths} deaths of the scheduler"
@@ -164,7 +183,7 @@ def check_ending(world: "World", front: "SimFront", client: "SimClient") -> None
     assert client.ended is reason, f"{name} ended with {client.ended}, not {reason}"
     assert client.tokens == want, f"{name} got {len(client.tokens)} of {len(want)} tokens"
     assert client.num_counted == len(want), f"{name}: {client.num_counted} tokens are counted"
-    _check_rows(world, client, [*request.prompt, *want])
+    _check_rows(world, client, [*seen(world, request), *want])
     if request.poison is not None:
         assert request.poison >= len(want), f"{name} did not kill a worker"
 
@@ -197,6 +216,9 @@ def _check_rejection(world: "World", front: "SimFront", client: "SimClient", err
         return
     if error.code == "adapter_not_loaded":
         assert _has_bad_adapter(world, request), f"{request.name} was rejected for its adapter without a fault"
+        return
+    if error.code in ("image_not_encoded", "item_too_large"):
+        assert may_lose_items(world, request, error.code), f"{request.name} was rejected for its images without a fault"
         return
     assert error.code == "kv_pool_too_small", f"{request.name} was rejected: {error.code}"
     assert world.max_tokens is not None and len(request.prompt) + (not request.task) > world.max_tokens

@@ -11,6 +11,7 @@ from sim_violation import Violation
 from sim_wire import Tamper
 
 from quire.protocol.process.child import Report
+from quire.protocol.wire.item_messages import Encode
 from quire.scheduler_proc.process.loop import MAX_TOO_LARGE
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ deaths and was committed after the third, which cleared it; then twice beside ot
 others got tokens in between."""
 PAGE_FAULT_RATE = 0.03
 ADAPTER_FAULT_RATE = 0.05
+ITEM_FAULT_RATE = 0.05
 HELD_S = (0.0, 0.05, 0.7, 12.0)
 """Seconds for which a dead process may hold its memory before its death can be noticed."""
 
@@ -38,6 +40,7 @@ class Faults:
         num_deadly: all deadly faults.
         losses: epoch → time at which its workers were lost.
         bad_logits: requests with logits that were not finite.
+        bad_items: digests of images that a worker could not encode.
         bad_adapters: digests of adapters of which a load has failed, or whose folder has another content.
     """
 
@@ -54,6 +57,7 @@ class Faults:
         self.losses: dict[int, float] = {}
         self.bad_logits: set[str] = set()
         self.bad_adapters: set[bytes] = set()
+        self.bad_items: set[bytes] = set()
         self.wall_jump = 0.0
         self.disk_is_full = False
         self._armed: list[tuple[str, int]] = []
@@ -112,6 +116,14 @@ class Faults:
         self.bad_adapters.add(digest)
         return "adapter cannot be read"
 
+    def item_fault(self, encode: Encode) -> str:
+        """Return a problem for an image, or an empty string."""
+        if self.copies.random() >= ITEM_FAULT_RATE:
+            return ""
+        self.count("image")
+        self.bad_items.add(encode.digest)
+        return "image cannot be read"
+
     def count(self, kind: str) -> None:
         """Count a fault of this kind."""
         self.counts[kind] += 1
@@ -162,6 +174,7 @@ class Faults:
             case "reset":
                 self.count(fault.kind)
                 self._world.control(fault.where, "reset_prefix_cache")
+                self._world.control(fault.where, "reset_encoder_cache")
             case "new content":
                 self.count(fault.kind)
                 self.bad_adapters.add(self._world.change_folder(fault.where % NUM_ADAPTERS))

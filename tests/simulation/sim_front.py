@@ -149,7 +149,7 @@ class SimFront(SimProcess):
         if not request.resubmitted and not parent.over and parent.link_number == self.session.link_number:
             num_known = len(request.prompt_token_ids) + len(known)
             fork = {"forked_from": parent.request_id, "num_forked_tokens": num_known}
-            return replace(request, prompt_token_ids=np.zeros(0, np.int32), **fork)
+            return replace(request, prompt_token_ids=np.zeros(0, np.int32), items=[], **fork)
         delivered = [] if request.output_token_ids is None else request.output_token_ids.tolist()
         return replace(request, output_token_ids=np.array([*known, *delivered], np.int32))
 

@@ -4,12 +4,15 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fake_items import image
 from sim_settings import (
     EOS,
+    MAX_IMAGE,
     MAX_MODEL_LEN,
     VOCAB_SIZE,
     adapter_settings,
     encoder_settings,
+    item_settings,
     layout_settings,
     pooling_settings,
     program_settings,
@@ -18,6 +21,7 @@ from sim_settings import (
 )
 
 from quire.protocol.request.pooling_params import POOLING_TASKS
+from quire.protocol.wire.item_messages import InputItem
 
 FRAME_DAMAGE = ("drop", "double", "delay", "reorder", "truncate", "flip", "replay")
 DIRECTIONS = ("to_worker", "from_worker", "to_front", "from_front")
@@ -62,6 +66,8 @@ ENCODER_SEEDS = (13, 60)
 """Seeds modulo 78 of these whose model keeps no KV, and only pools."""
 BEAM_SEEDS = (4, 9)
 """Seeds modulo 12 with beam searches; none of them is a seed of a mutation."""
+ITEM_SEEDS = (10, 12)
+"""Seeds modulo 16 whose model reads images; none of them is a seed of a mutation."""
 STATE_SEEDS = (5,)
 """Seeds modulo 11 whose model has recurrent states."""
 LAYOUT_SEEDS = (4, 10)
@@ -75,7 +81,7 @@ BEGIN_S = 2.5
 """Faults start after the engine was ready once, because a failed first start ends it by design."""
 
 
-SWITCHES = ("disk", "adapters", "pooling", "encoder", "beams", "states")
+SWITCHES = ("disk", "adapters", "pooling", "encoder", "beams", "states", "items")
 """Fields of a Scenario that are true or false."""
 
 
@@ -158,6 +164,20 @@ class SimRequest:
         return [*self.so_far, *self.own_tokens] or [1]
 
     @property
+    def images(self) -> list[InputItem]:
+        """The images of its prompt, if the model reads any. Those of its shared prefix are shared too."""
+        found: list[InputItem] = []
+        if self.session:
+            return found
+        ends = (self.prefix[1], len(self.prompt))
+        for begin, end, rng in zip((0, ends[0]), ends, map(random.Random, (self.prefix[0], self.own[0])), strict=True):
+            at = begin + rng.choice((0, 0, 3))
+            while at + (size := rng.choice((1, 2, MAX_IMAGE))) <= end and rng.random() < 0.8:
+                found.append(image(f"{rng.randrange(5)} {size}", (at, size)))
+                at += size + rng.choice((0, 1, 6))
+        return found
+
+    @property
     def own_tokens(self) -> list[int]:
         shared = random.Random(f"prefix {self.prefix[0]}")
         rest = random.Random(f"own {self.own[0]}")
@@ -170,7 +190,8 @@ class SimRequest:
 class Scenario:
     """``seed``: seed of the settings, and of all chance during the run. ``disk``: the prefix cache has a disk.
     ``adapters``: requests have LoRA adapters. ``pooling``: the model pools. ``encoder``: it does nothing else.
-    ``beams``: some requests are beam searches. ``states``: the model has recurrent states."""
+    ``beams``: some requests are beam searches. ``states``: the model has recurrent states. ``items``: it reads images.
+    """
 
     seed: int
     requests: tuple[SimRequest, ...]
@@ -181,6 +202,7 @@ class Scenario:
     encoder: bool = False
     beams: bool = False
     states: bool = False
+    items: bool = False
 
     @property
     def has_forks(self) -> bool:
@@ -221,6 +243,7 @@ def shape_of(
     encoder: bool = False,
     beams: bool = False,
     states: bool = False,
+    items: bool = False,
 ) -> Shape:
     rng = random.Random(f"shape {seed}")
     settings = random_settings(rng)
@@ -230,7 +253,7 @@ def shape_of(
     settings["trace"] = "trace.jsonl" if random.Random(f"trace {seed}").random() < TRACE_SHARE else ""
     settings["num_tenants"] = 3 if random.Random(f"tenants {seed}").random() < TENANT_SHARE else 0
     num_ranks = rng.choice((1, 1, 2))
-    is_plain = not (adapters or pooling or beams or states)
+    is_plain = not (adapters or pooling or beams or states or items)
     return Shape(
         num_ranks=num_ranks,
         num_fronts=rng.choice((1, 2, 3)),
@@ -245,6 +268,7 @@ def shape_of(
             **(_disk_settings(seed, num_ranks) if disk else {}),
             **(_fork_settings(seed, settings) if forks else {}),
             **(adapter_settings(random.Random(f"adapters {seed}")) if adapters else {}),
+            **(item_settings(random.Random(f"items {seed}"), settings) if items else {}),
             **(program_settings(random.Random(f"programs {seed}")) if seed % 13 in PROGRAM_SEEDS else {}),
             **(pooling_settings(random.Random(f"pooling {seed}")) if pooling else {}),
             **(_encoder_settings(seed) if encoder else {}),
@@ -343,7 +367,8 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
     if held.random() < HELD_SHARE:
         faults.append(Fault(round(held.uniform(BEGIN_S, at), 3), "held", held.randrange(6)))
     states = seed % 11 in STATE_SEEDS and not encoder
-    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder, beams, states)
+    items = seed % 16 in ITEM_SEEDS and not (encoder or states)
+    return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder, beams, states, items)
 
 
 def _with_jobs(rng: random.Random, requests: list[SimRequest]) -> list[SimRequest]:

@@ -8,10 +8,13 @@ from kv_cases import LAYOUTS, layout_like
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout, StateTensor
 from quire.protocol.model.pooling_config import PoolingConfig
+from quire.protocol.model.vision_config import VisionConfig
 
 VOCAB_SIZE = 1000
 EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40
+MAX_IMAGE = 5
+"""Most positions of an image."""
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -69,6 +72,18 @@ def adapter_settings(rng: random.Random) -> dict[str, Any]:
     """Return settings with few slots for many adapters."""
     max_loras = rng.choice((1, 1, 2, 4))
     return {"enable_lora": True, "max_loras": max_loras, "max_cpu_loras": max_loras + rng.choice((1, 1, 3))}
+
+
+def item_settings(rng: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with images, and room for few of them."""
+    vision = VisionConfig("TinyVision", 9, is_causal=rng.random() < 0.6, mrope_section=rng.choice(((), (1, 1))))
+    least = settings["max_num_seqs"] - 1 + MAX_IMAGE  # an image in one step, beside a token of each other request
+    return {
+        "vision": vision,
+        "encoder_cache_tokens": rng.choice((MAX_IMAGE, 8, 30)),
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": max(settings["max_num_batched_tokens"], least),
+    }
 
 
 def program_settings(rng: random.Random) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from quire.protocol.process.child import Command, Report
 from quire.protocol.wire.adapter_messages import LoadAdapter
 from quire.protocol.wire.channel import Frames
 from quire.protocol.wire.codec import ProtocolError
+from quire.protocol.wire.item_messages import Encode
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.side_rows import POOLED, ROUTED_EXPERTS, find_rows
 from quire.protocol.wire.transfer_messages import DiskContents, DiskPages, HostPages, MoveBlocks
@@ -172,6 +173,8 @@ class SimWorker(SimProcess):
                 self._move(message)
             case LoadAdapter():
                 self._load_adapter(message)
+            case Encode():
+                self._encode(message)
             case Shutdown():
                 self.die("stopped by a command")
 
@@ -230,6 +233,19 @@ class SimWorker(SimProcess):
 
         self.world.events.after(rng.choice((0.0, 1.0, 3.0, 30.0)) * self.world.shape.step_s, run)
 
+    def _encode(self, encode: Encode) -> None:
+        """Encode after a while, beside the steps."""
+        model, channel, rng = self.model, self._channel, self.world.faults.copies
+        assert model is not None
+        model.items.receive(encode)
+
+        def run() -> None:
+            if self.alive and channel is self._channel and model is self.model and not (self.hung or self.frozen):
+                model.items.fault = self.world.faults.item_fault
+                channel.send(model.items.run(model.items.pending.index(encode)))
+
+        self.world.events.after(rng.choice((0.0, 1.0, 3.0, 30.0)) * self.world.shape.step_s, run)
+
     def _configure(self, configure: Configure) -> None:
         if self.world.faults.take_worker_fault("die_at_start", self.rank):
             self.die("failure while loading")
@@ -257,7 +273,9 @@ class SimWorker(SimProcess):
             pooling=config.model.pooling,
             num_slots=self.world.num_slots,
             num_state_parts=layout.num_state_parts,
+            encoder_cache_tokens=config.encoder_cache_tokens,
         )
+        self.model.items.of = lambda name: self.world.items_of(self.world.requests[name])
         assert configure.num_slots in (0, self.world.num_slots), "another number of slots than the previous group's"
         self.model.salt_of, self.model.even = self.world.salt_of, self.world.even
         self.model.logprobs_of = self.world.logprobs_of

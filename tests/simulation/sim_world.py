@@ -39,6 +39,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import RepetitionDetection, StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterRef
 from quire.protocol.wire.front_end_messages import AddRequest
+from quire.protocol.wire.item_messages import InputItem
 from quire.protocol.wire.worker_messages import Configure
 from quire.replay.recorded.exact import replay_lines
 from quire.scheduler_proc.process import loop as scheduler_loop
@@ -323,6 +324,7 @@ class World:
             cache_salt=request.salt,
             arrival=self.events.now,
             adapter=self.adapter_of(request),
+            items=self.items_of(request),
             pooling=PoolingParams(request.task, request.dimensions) if request.task else None,
             job_id=request.job,
             is_last_step=request.is_last_step,
@@ -361,6 +363,9 @@ class World:
         if not self.scenario.adapters or first.adapter < 0:
             return None
         return self._adapters.setdefault(first.name, self.folders[first.adapter])
+
+    def items_of(self, request: SimRequest) -> list[InputItem]:
+        return request.images if self.scenario.items else []
 
     def change_folder(self, number: int) -> bytes:
         """Put another content into the folder of an adapter. Returns the digest of the previous one."""

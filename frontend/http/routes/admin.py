@@ -1,4 +1,4 @@
-"""The administrator's routes: pause, resume, reset of the prefix cache, and the engine's state in detail."""
+"""The administrator's routes: pause, resume, resets of the caches, and the engine's state in detail."""
 
 import asyncio
 from typing import Any
@@ -40,6 +40,16 @@ async def reset_prefix_cache(server: Server, request: Request) -> Response:
     return json_response({"dropped_blocks": before.num_cached_blocks})
 
 
+async def reset_encoder_cache(server: Server, request: Request) -> Response:
+    """Drop the rows of all images, or refuse with 409 while requests need any."""
+    await query_parameters(request)
+    before = await _control(server, "statistics")
+    if not (await _control(server, "reset_encoder_cache")).done:
+        text = "requests need rows of the encoder cache: pause with mode=wait, and retry when none is running"
+        raise ApiError(409, text, None, "requests_running")
+    return json_response({"dropped_tokens": before.num_encoder_cache_tokens})
+
+
 async def engine_state(server: Server, request: Request) -> Response:
     """Return what the engine does now: the oldest requests, and shares from 0 to 1, None before there was any."""
     await query_parameters(request)
@@ -72,6 +82,8 @@ async def engine_state(server: Server, request: Request) -> Response:
         "kv_blocks_used": used,
         "kv_blocks_cached": found.num_cached_blocks,
         "kv_use": share(used, found.num_usable_blocks),
+        "encoder_cache_tokens": found.encoder_cache_tokens,
+        "encoder_cache_tokens_used": found.num_encoder_cache_tokens,
         "prefix_hit_share": share(found.prefix_cache_hit_tokens, found.prefix_cache_queries),
         "preemptions_by_reason": found.preemptions_by_reason,
         "step_parts": {name: _step_part(times) for name, times in parts.items()},

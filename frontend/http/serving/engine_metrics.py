@@ -97,6 +97,15 @@ counter num_adapter_load_failures = num_adapters_failed: Number of loads of adap
 counter num_adapter_evictions = num_adapters_evicted: Number of adapters that left the device for others.
 counter adapter_load_seconds: Time that loads of adapters took on the workers.
 
+[encoder_cache_tokens]
+gauge encoder_cache_size_tokens = encoder_cache_tokens: Rows of images for which the encoder cache has room.
+gauge encoder_cache_used_tokens = num_encoder_cache_tokens: Rows of images in the encoder cache.
+counter num_encoder_runs: Number of images that workers were asked to encode.
+counter num_encoder_failures: Number of images that could not be encoded.
+counter num_encoder_hits: Number of images of requests whose rows were in the encoder cache.
+counter num_encoder_evictions: Number of images whose rows left the encoder cache for others.
+counter encoder_seconds: Time that encoding images took on the workers.
+
 [programs]
 gauge num_programs = programs.num_known: Number of programs (agents and conversations) that are remembered.
 counter num_turns = programs.turns by found_by: Number of requests, by how their program was found.

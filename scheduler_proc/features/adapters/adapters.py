@@ -43,6 +43,7 @@ class Adapters(Feature):
     """
 
     name = "adapters"
+    pause_reason = WaitReason.ADAPTER_TURN
 
     def __init__(self, core: Core) -> None:
         """Raises ConfigError if host memory has no room for the adapters in slots."""

@@ -13,11 +13,12 @@ MAX_RANGES = 4096
 """Most ranges of an item: an image is at most some hundreds of tiles, between which a template has tokens."""
 
 
-def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: EngineConfig) -> None:
+def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: EngineConfig, pool_tokens: int) -> None:
     """Raise Refusal unless the engine can compute the rows of all items, and each has positions of its own.
 
     Args:
         num_prompt_tokens: positions that items may have.
+        pool_tokens: most positions of a step of this request for which the KV pool has room.
     """
     end, kinds = 0, config.item_kinds
     for item in items:
@@ -45,10 +46,10 @@ def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: Engi
                 )
                 raise Refusal("invalid_value", param, text)
             end = first + count
-        _check_size(item, param, config)
+        _check_size(item, param, config, pool_tokens)
 
 
-def _check_size(item: InputItem, param: str, config: EngineConfig) -> None:
+def _check_size(item: InputItem, param: str, config: EngineConfig, pool_tokens: int) -> None:
     what = "an image" if item.kind == "image" else "a prompt given as embeddings"
     if item.num_rows > config.encoder_cache_tokens:
         text = (
@@ -57,10 +58,10 @@ def _check_size(item: InputItem, param: str, config: EngineConfig) -> None:
         )
         raise Refusal("item_too_large", param, text)
     longest = longest_atom(item, config)
-    if longest > (most := most_atom_tokens(config)):
+    if longest > (most := min(most_atom_tokens(config), pool_tokens)):
         text = (
             f"an image of this model must be computed in one step, which has room for {most} positions of it (got "
-            f"{longest}): make it smaller, or raise --max-num-batched-tokens"
+            f"{longest}): make it smaller, or raise --max-num-batched-tokens or the size of the KV pool"
         )
         raise Refusal("item_too_large", param, text)
 

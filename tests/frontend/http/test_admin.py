@@ -130,6 +130,16 @@ def test_reset_is_refused_while_requests_hold_blocks(administered: Any, engine: 
     assert refused.status_code == 409 and "3 requests hold KV blocks" in refused.json()["error"]["message"]
 
 
+def test_reset_of_the_encoder_cache(administered: Any, engine: FakeEngine) -> None:
+    for figures, status, part in (
+        (Statistics(1, encoder_cache_tokens=64, num_encoder_cache_tokens=12), 200, '{"dropped_tokens":12}'),
+        (Statistics(1, done=False, encoder_cache_tokens=64), 409, "requests need rows of the encoder cache"),
+    ):
+        engine.figures = figures
+        answer = administered.request("POST", "/admin/reset_encoder_cache", headers=ADMIN)
+        assert answer.status_code == status and part in answer.text
+
+
 def test_state(administered: Any, engine: FakeEngine) -> None:
     engine.figures = Statistics(
         1,

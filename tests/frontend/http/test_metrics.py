@@ -226,6 +226,13 @@ def test_adapters(tmp_path: Path) -> None:
     assert not any("num_adapter" in name for name in scrape(Metrics("tiny")))
 
 
+def test_the_encoder_cache() -> None:
+    found = scrape(Metrics("tiny"), FullEngine())
+    assert (found["quire:encoder_cache_size_tokens"], found["quire:num_encoder_runs_total"]) == (64, 3)
+    assert found["quire:encoder_seconds_total"] == 0.25
+    assert not any("encoder" in name and "reason" not in name for name in scrape(Metrics("tiny")))
+
+
 def test_evictions_by_policy() -> None:
     found = scrape(Metrics("tiny"), FullEngine())
     assert found['quire:num_evicted_blocks_by_policy_total{policy="pinned"}'] == 4

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_adapters import adapter_ref
+from fake_items import image
 from load_choices import compute_front, split
 from scheduler_driver import Driver, change
 
+from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.wire.front_end_messages import Control, EndReason, Statistics
 from quire.protocol.wire.side_rows import MAX_STEP_SIDE_BYTES
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
@@ -167,6 +169,13 @@ def adapter() -> Driver:
     return driver
 
 
+def encoder() -> Driver:
+    driver = Driver(vision=VisionConfig("TinyVision", 9), encoder_cache_tokens=8)
+    driver.add("second", [1, 2, 3], max_tokens=5, items=[image("a", (0, 2))])
+    driver.schedule()
+    return driver
+
+
 def held(reason: WaitReason) -> Callable[[], Driver]:
     def case() -> Driver:
         driver = pair()
@@ -194,6 +203,7 @@ CASES: dict[WaitReason, Callable[[], Driver]] = {
     WaitReason.FORK: fork,
     WaitReason.BEAMS: beams,
     WaitReason.ADAPTER: adapter,
+    WaitReason.ENCODER: encoder,
     **{reason: held(reason) for reason in HOLD_REASONS},
 }
 

@@ -5,10 +5,14 @@ from typing import Any, cast
 
 import pytest
 from fake_adapters import adapter_ref
+from fake_items import image
 from scheduler_driver import make_config, make_layout, make_request
 
 from quire.protocol.config import FIRST_WORKER_EPOCH
+from quire.protocol.errors import EngineError
+from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
+from quire.protocol.wire.item_messages import Encode, Encoded
 from quire.scheduler_proc.process.tier_transfers import SLOW_LOAD_S, TierTransfers
 from quire.scheduler_proc.process.transport import Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
@@ -31,6 +35,24 @@ class Workers:
 
 def slow_loads(caplog: pytest.LogCaptureFixture) -> list[int]:
     return [record.data["number"] for record in caplog.records if hasattr(record, "data")]
+
+
+def test_encodings_are_sent_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "quire.scheduler")
+    config = make_config(vision=VisionConfig("TinyVision", 9), encoder_cache_tokens=8)
+    scheduler, workers, journal = Scheduler(config, make_layout(config), 33), Workers(), Journal(config, lambda: 0.0)
+    transfers = TierTransfers(config, cast(Transport, None), journal, FIRST_WORKER_EPOCH)
+    group = cast(WorkerGroup, workers)
+    scheduler.consume(make_request("a", [1, 2, 3], items=[image("a", (0, 2))]))
+    transfers.turn(scheduler, group, 5.0)
+    assert workers.sent == [Encode(1, image("a").digest, "/shm/a", "image", 2)]
+    transfers.turn(scheduler, group, 5.0 + SLOW_LOAD_S)
+    assert slow_loads(caplog) == [1]
+    with pytest.raises(EngineError, match=r"an image 1 took -1\.0 s"):
+        transfers.answered(scheduler, Encoded(1, seconds=-1.0), 6.0)
+    transfers.answered(scheduler, Encoded(1, "its file is gone"), 6.0)
+    assert slow_loads(caplog) == [1, 1] and not scheduler.table.requests
+    journal.close()
 
 
 def test_a_load_that_does_not_end_is_logged_again_and_again(caplog: pytest.LogCaptureFixture) -> None:

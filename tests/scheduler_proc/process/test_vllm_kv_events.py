@@ -129,6 +129,7 @@ def test_events_are_maps_with_the_names_of_vllm() -> None:
     adapter = adapter_ref("an adapter", "content")
     request = Filled(3, Span(list(range(12)), ("salt",)))
     recorder.label = lambda _: (7, adapter.name)
+    recorder.covers = lambda _, begin, end: ("picture",) if begin <= 5 < end else ()
     recorder.cleared()
     recorder.describe(request, 0, 0, 3)
     recorder.stored(request.block_hashes[:2], "device")
@@ -147,7 +148,7 @@ def test_events_are_maps_with_the_names_of_vllm() -> None:
             "medium": "GPU",
             "lora_id": 7,
             "lora_name": "an adapter",
-            "extra_keys": [["an adapter", "salt"], ["an adapter"]],
+            "extra_keys": [["an adapter", "salt"], ["an adapter", "picture"]],
         },
         shared
         | {

@@ -10,6 +10,7 @@ from memory_channel import MemoryChannel, memory_pair
 from quire.protocol.errors import ConfigError, EngineError
 from quire.protocol.model.checkpoint_digest import Fingerprint
 from quire.protocol.wire.adapter_messages import AdapterLoaded
+from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.transfer_messages import BlocksMoved
 from quire.protocol.wire.worker_messages import (
     Digest,
@@ -132,7 +133,7 @@ def test_ranks_with_different_block_sizes_are_an_error() -> None:
         group.ready(1, Ready([20], msgspec.structs.replace(PLAN, block_size=256), {}))
 
 
-def test_a_load_of_an_adapter_is_answered_when_all_ranks_have_answered() -> None:
+def test_loads_and_encodings_are_answered_when_all_ranks_have_answered() -> None:
     group, ranks = _group(2)
     ranks[0].send(AdapterLoaded(4, 1, "", 100, 0.5, True))
     ranks[0].send(AdapterLoaded(5, 2, "", 100, 0.5))
@@ -140,6 +141,10 @@ def test_a_load_of_an_adapter_is_answered_when_all_ranks_have_answered() -> None
     ranks[1].send(AdapterLoaded(4, 1, "no memory", 100, 2.0))
     received = group.receive()
     assert received is not None and received[1].message == AdapterLoaded(4, 1, "no memory", 200, 2.0, False)
+    for rank, answer in ((0, Encoded(4, "", 8, 2.0)), (0, Encoded(5)), (1, Encoded(4, "no memory", 8, 0.5))):
+        ranks[rank].send(answer)
+    received = group.receive()
+    assert received is not None and received[1].message == Encoded(4, "no memory", 16, 2.0)
     ranks[1].send(AdapterLoaded(6, 2))
     with pytest.raises(EngineError, match=r"different adapters to slot 2: numbers \[5, 6\]"):
         group.receive()

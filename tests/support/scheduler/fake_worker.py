@@ -13,6 +13,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 from fake_adapters import FakeAdapters
+from fake_items import FakeItems, mixes_of
 from fake_pages import FakePages
 from fake_states import FakeStates
 from log_replay import appended_blocks
@@ -21,6 +22,7 @@ from side_parts import with_rows
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.wire.item_messages import RowItem
 from quire.protocol.wire.side_rows import LOGPROBS, POOLED, PROMPT_LOGPROBS, ROUTED_EXPERTS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -115,6 +117,7 @@ class Row:
     adapter: int = 0
     pooling: PoolingParams | None = None
     num_routed: int = -1
+    items: list[RowItem] = field(default_factory=list)
 
     @property
     def blocks(self) -> list[int]:
@@ -127,9 +130,10 @@ class Row:
         del self.tokens[-1], self.contexts[-1]
         self.know(token)
 
-    def know(self, token: int) -> None:
+    def know(self, token: int, mix: int = 0) -> None:
+        """``mix``: what the position has in place of the token's embedding."""
         self.tokens.append(token)
-        self.contexts.append(extend_context(self.contexts[-1] if self.contexts else 0, token))
+        self.contexts.append(extend_context(self.contexts[-1] if self.contexts else 0, token ^ mix))
 
 
 @dataclass
@@ -186,7 +190,9 @@ class FakeWorker:
         pooling: PoolingConfig | None = None,
         num_slots: int = 0,
         num_state_parts: int = 1,
+        encoder_cache_tokens: int = 0,
     ) -> None:
+        self.items = FakeItems(encoder_cache_tokens)
         self.adapters = FakeAdapters(max_loras, max_cpu_loras)
         self.num_blocks, self.max_rows, self.max_tokens, self.vocab_size = num_blocks, max_rows, max_tokens, vocab_size
         self.states = FakeStates(num_slots, lambda row, context: self._tag(row, _STATE, context), num_state_parts)
@@ -216,6 +222,7 @@ class FakeWorker:
         """Become a new process; the next step is the one after ``last_step``. Host memory stays."""
         self.host.pending.clear()
         self.adapters.forget()
+        self.items.forget()
         self.states.forget()
         self.rows.clear()
         self.holders.clear()
@@ -350,9 +357,11 @@ class FakeWorker:
             assert self.pooling is not None and new.num_tokens == new.num_prompt_tokens
             assert not row.num_computed or not self.pooling.needs_every_token(new.pooling.task), "tokens are missing"
         assert not row.prompt_width or not row.num_computed, "a cached prefix has no logits"
-        for token in tokens:
+        row.items = new.items
+        mixes = mixes_of(self.items.of(client_id(new.request_id)))
+        for at, token in enumerate(tokens):
             assert 0 <= token < self.vocab_size, f"token {token}: a placeholder reached the model"
-            row.know(token)
+            row.know(token, mixes.get(at, 0))
         assert 0 <= row.num_computed < len(tokens) + (copied is True), "nothing is left to compute: there are no logits"
         self.rows[new.handle] = row
         for group, count in enumerate(new.num_blocks):
@@ -411,6 +420,7 @@ class FakeWorker:
         assert start + num_known <= len(row.tokens), f"{row.request_id} computes tokens that nobody knows"
         assert most_drafts <= self.num_speculative_tokens, f"{row.request_id}: {most_drafts} drafts are too many"
         self._check_blocks(row, start + count)
+        self.items.check(client_id(row.request_id), row.items, start, start + num_known)
         samples = start + num_known == len(row.tokens)
         assert samples or not most_drafts, "drafts before the prompt is computed"
         if row.pooling is not None:

@@ -6,13 +6,14 @@ and each message to a client is checked against what must never happen (a token 
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 from fake_adapters import mix_of
+from fake_items import mixes_of
 from fake_worker import FakeWorker, Row, extend_context, first_read, next_token
 from lines_in_memory import numbered, record_log
 from memory_channel import memory_pair
@@ -37,6 +38,7 @@ from quire.protocol.wire.front_end_messages import (
     StepOutputs,
     Stop,
 )
+from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 from quire.protocol.wire.side_rows import POOLED, PROMPT_LOGPROBS, ROUTED_EXPERTS
 from quire.protocol.wire.timeline import TimelineEvent
 from quire.protocol.wire.transfer_messages import BlocksMoved, MoveBlocks
@@ -55,6 +57,8 @@ from quire.scheduler_proc.trace.lines import AnyLine, decode_line, encode_line
 
 VOCAB_SIZE = 1000
 NO_COSTS = CostState()
+BESIDE = (BlocksMoved, AdapterLoaded, Encoded)
+"""Answers to what the worker does beside the steps."""
 MANY_CHECKS = 20
 
 
@@ -107,13 +111,18 @@ def make_request(request_id: str, prompt: list[int], output: list[int] | None = 
 
 
 def expected_tokens(
-    prompt: list[int], n: int, vocab_size: int = VOCAB_SIZE, *, adapter: AdapterRef | None = None
+    prompt: list[int],
+    n: int,
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    adapter: AdapterRef | None = None,
+    items: Sequence[InputItem] = (),
 ) -> list[int]:
     """Return the tokens that the fake model generates after ``prompt``, computed alone."""
     mix = 0 if adapter is None else mix_of(adapter.digest)
-    context = 0
-    for token in prompt:
-        context = extend_context(context, token)
+    context, mixes = 0, mixes_of(items)
+    for at, token in enumerate(prompt):
+        context = extend_context(context, token ^ mixes.get(at, 0))
     out: list[int] = []
     for _ in range(n):
         out.append(next_token(context ^ mix, vocab_size))
@@ -191,6 +200,7 @@ class Driver:
             pooling=config.model.pooling,
             num_slots=num_slots,
             num_state_parts=layout.num_state_parts,
+            encoder_cache_tokens=config.encoder_cache_tokens,
         )
         pages = self.worker.host
         pages.disk = range(num_host_pages, num_host_pages + num_disk_pages)
@@ -203,6 +213,8 @@ class Driver:
         self._num_stale = self._num_checks = 0
         self.worker.salt_of = lambda request_id: self.salts.get(request_id, "")
         self.salts: dict[str, str] = {}
+        self.worker.items.of = lambda request_id: self.items.get(request_id, ())
+        self.items: dict[str, Sequence[InputItem]] = {}
         self.answers: dict[str, Answer] = {}
         self.statistics_seen: list[Statistics] = []
         self.refused: list[Rejected] = []
@@ -230,6 +242,7 @@ class Driver:
         """Add a request; extra keywords: ``client``, fields of AddRequest, or sampling parameters."""
         client = extra.pop("client", 0)
         self.salts[request_id] = extra.get("cache_salt", "")
+        self.items[request_id] = extra.get("items") or self.items.get(extra.get("forked_from", ""), ())
         self.answers.setdefault(request_id, Answer())
         self.consume(make_request(request_id, prompt, output, **extra), client)
 
@@ -323,6 +336,8 @@ class Driver:
             self.scheduler.check()
 
     def _send_adapter_loads(self) -> None:
+        for encode in self.scheduler.items.take_encodes():
+            self.down.send(encode)
         for load in self.scheduler.adapters.take_loads():
             self.adapter_loads.append(load)
             self.down.send(load)
@@ -352,23 +367,28 @@ class Driver:
         if isinstance(message, LoadAdapter):
             self.worker.adapters.receive(message)
             return self.execute() or True
+        if isinstance(message, Encode):
+            self.worker.items.receive(message)
+            return self.execute() or True
         self._up.send(self.worker.execute(message))
         if not any(isinstance(each.message, SchedulerOutput) for each in self._to_run):
             self._compare_mirror()
         return True
 
     def move(self, index: int = 0) -> bool:
-        """Let the worker run a copy, or a load of an adapter, that it has received."""
+        """Let the worker run a copy, a load of an adapter or an encoding that it has received."""
         num_copies = len(self.worker.host.pending)
         if index < num_copies:
             self._up.send(self.worker.host.run(index))
         elif index - num_copies < len(self.worker.adapters.pending):
             self._up.send(self.worker.adapters.run(index - num_copies))
+        elif (index := index - num_copies - len(self.worker.adapters.pending)) < len(self.worker.items.pending):
+            self._up.send(self.worker.items.run(index))
         else:
             return False
         return True
 
-    def deliver(self) -> ModelRunnerOutput | BlocksMoved | AdapterLoaded | None:
+    def deliver(self) -> ModelRunnerOutput | BlocksMoved | AdapterLoaded | Encoded | None:
         """Deliver the oldest ready result or answer."""
         received = self._held_back.popleft() if self._held_back else self.down.receive()
         if received is None:
@@ -388,7 +408,7 @@ class Driver:
         Return False, without any effect, if no result is ready.
         """
         received = self._held_back.popleft() if self._held_back else self.down.receive()
-        if received is not None and isinstance(received.message, BlocksMoved | AdapterLoaded):
+        if received is not None and isinstance(received.message, BESIDE):
             self._held_back.appendleft(received)
             self.deliver()
             return False
@@ -409,7 +429,7 @@ class Driver:
         while self.move():
             pass
         delivered = self.deliver()
-        while isinstance(delivered, BlocksMoved | AdapterLoaded):
+        while isinstance(delivered, BESIDE):
             delivered = self.deliver()
         return delivered
 
@@ -454,7 +474,8 @@ class Driver:
 
     def random_step(self, rng: random.Random) -> None:
         """Do one random thing that may happen next: results arrive as late as the pipeline allows."""
-        pending = len(self.worker.host.pending) + len(self.worker.adapters.pending)
+        worker = self.worker
+        pending = len(worker.host.pending) + len(worker.adapters.pending) + len(worker.items.pending)
         moves = (lambda: self.move(rng.randrange(pending)),) if pending else ()
         action = rng.choice((self.schedule, self.execute, self.deliver, *moves))
         action()
