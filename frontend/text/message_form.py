@@ -28,7 +28,7 @@ _MISWRITTEN = re.compile(r"""{'quire_key|\\"quire_key""")
 """An object as Python prints it, or JSON in a string."""
 _TEXT = "quire-text"
 _TEXT_PART, _IMAGE_PART = {"type": "text", "text": _TEXT}, {"type": "image"}
-_OBJECT = re.compile(r"""['"]type['"]""")
+_OBJECT = re.compile(r"""['"]type['"]: ?['"](text|image)""")
 """A part as Python prints it, or as JSON."""
 
 
