@@ -252,7 +252,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             IMAGES,
             "hosts from which images are fetched that requests name by http(s) URLs: NAME, `*.NAME` for all names "
             "below it, or NAME:PORT. Only public addresses are connected to, also after redirects, and no proxy is "
-            "used. Without it only `data:` URLs are read: [images](../frontend/images/README.md)",
+            "used. Without it only `data:` URLs are read: [images](images.md)",
             metavar="DOMAIN",
             default="none",
         ),

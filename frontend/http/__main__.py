@@ -22,6 +22,7 @@ from quire.frontend.http.serving.metrics import MetricsOptions
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import FleetLink, ServerSettings
 from quire.frontend.http.serving.tracing import OtlpTracer
+from quire.frontend.images.make import ItemReaders, make_readers
 from quire.frontend.network_options import tls_context
 from quire.frontend.serve_options import ServeOptions
 from quire.frontend.sessions.session_store import SessionStore
@@ -90,12 +91,13 @@ class FrontEnd:
         text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
         thinking = Thinking.of(config, text_in)
         form = answer_format(thinking, self._settings, text_in)
-        server = self._make_server(text_in, thinking, form)
+        readers = make_readers(config, self._settings.images, text_in.read_images)
+        server = self._make_server(text_in, thinking, form, readers)
         self._listening = await self._peers.listen(self._for_peers)
         self._take_commands()
         asyncio.get_running_loop().add_reader(self._child.fileno(), self._take_commands)
         async with asyncio.TaskGroup() as group:
-            ready = self._get_ready(text_in, form)
+            ready = self._get_ready(text_in, form, readers)
             tasks = [group.create_task(work) for work in (self._drain(server), self._tick(server), ready)]
             await self._wait_state_known()
             gc.collect()
@@ -105,11 +107,14 @@ class FrontEnd:
             for task in tasks:
                 task.cancel()
         await engine.close()
+        readers.close()
         text_in.close()
         if self._tracer is not None:
             self._tracer.close()
 
-    def _make_server(self, text_in: TextIn, thinking: Thinking, form: AnswerFormat | None) -> HttpServer:
+    def _make_server(
+        self, text_in: TextIn, thinking: Thinking, form: AnswerFormat | None, readers: ItemReaders
+    ) -> HttpServer:
         config, settings = self._config, self._settings
         app = make_app(
             self._engine,
@@ -140,6 +145,8 @@ class FrontEnd:
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
                 moe=config.model.moe,
                 capabilities=Capabilities(config.model.generates, config.model.pooling),
+                images=readers.images,
+                rows=readers.rows,
                 implementation=config.model.implementation,
                 peers=self._peers,
                 fleet=self._fleet_link(),
@@ -200,10 +207,12 @@ class FrontEnd:
         known.cancel()
         draining.cancel()
 
-    async def _get_ready(self, text_in: TextIn, form: AnswerFormat | None) -> None:
+    async def _get_ready(self, text_in: TextIn, form: AnswerFormat | None, readers: ItemReaders) -> None:
         """Report readiness. Then the first front end of all logs what the chat template loses of requests."""
         await self._engine.wait_ready()
         self._child.report(Report("ready"))
+        if readers.images is not None:
+            await asyncio.to_thread(readers.images.prepare)
         if text_in.template is not None and self._config.model.generates:
             with contextlib.suppress(QuireError, InvalidRequest, OSError):  # it exists, or descriptors are exhausted
                 (self._directory / "probed").touch(exist_ok=False)

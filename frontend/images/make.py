@@ -1,5 +1,6 @@
 """Makes what one front end needs to read items of prompts."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from quire.frontend.images.given_rows import RowsReader
@@ -24,14 +25,18 @@ class ItemReaders(NamedTuple):
             self.store.close()
 
 
-def make_readers(config: EngineConfig, options: ImageOptions) -> ItemReaders:
-    """Return the readers of a model. One without a vision tower and given embeddings has no store, either."""
-    model = config.model
-    if model.vision is None and not config.enable_prompt_embeds:
+def make_readers(config: EngineConfig, options: ImageOptions, expect_images: Callable[[int], None]) -> ItemReaders:
+    """Return the readers of what the engine takes besides text; without any of it, there is no store, either.
+
+    ``expect_images``: called with the token whose positions take rows, if the engine takes images.
+    """
+    model, kinds = config.model, config.item_kinds
+    if not kinds:
         return ItemReaders()
     store = ItemStore(options.memory_bytes)
     images = None
-    if model.vision is not None:
+    if model.vision is not None and "image" in kinds:
+        expect_images(model.vision.token_id)
         images = HelperReader(config.model_path, model.vision.token_id, options, store)
-    rows = RowsReader(model.hidden_size, config.max_model_len, store) if config.enable_prompt_embeds else None
+    rows = RowsReader(model.hidden_size, config.max_model_len, store) if "rows" in kinds else None
     return ItemReaders(images, rows, store)

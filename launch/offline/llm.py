@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from quire.frontend.engine.session import controls_of_pause
+from quire.frontend.images.make import make_readers
+from quire.frontend.images.options import ImageOptions
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.prompts import check_template_variables, encode_messages
 from quire.frontend.text.text_in import ChatOptions, TextIn
@@ -29,6 +31,9 @@ from quire.launch.supervision.supervisor import Supervisor
 from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample
 from quire.protocol.wire.front_end_messages import Control
+
+OWN_IMAGES = ImageOptions(max_images=2**16, max_bytes=2**30)
+"""Limits on images of the caller's own process, whose files may be larger than those of clients."""
 
 
 class LLM(PoolingMethods):
@@ -73,6 +78,9 @@ class LLM(PoolingMethods):
         parts = contextlib.ExitStack()
         self._end = weakref.finalize(self._calls, _end, os.getpid(), parts)
         parts.callback(text_in.close)
+        readers = make_readers(config, OWN_IMAGES, text_in.read_images)
+        parts.callback(readers.close)
+        self._calls.images, self._calls.rows = readers.images, readers.rows
         self._engine = EngineThread(
             lambda on_new_scheduler: Supervisor(config, quiet=quiet, on_new_scheduler=on_new_scheduler)
         )

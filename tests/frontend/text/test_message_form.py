@@ -140,7 +140,8 @@ def test_texts_are_parts_and_images_are_where_the_template_takes_them(
     user: str, others: str, messages: list[dict[str, Any]], text: str
 ) -> None:
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
-    source = "{{ tools | tojson if tools else '' }}" + LOOP + "<{{ m.role }}>" + calls + "{% if m.role == 'user' %}" + user + "{% elif m.content %}" + others
+    source = "{{ tools | tojson if tools else '' }}" + LOOP + "<{{ m.role }}>" + calls
+    source += "{% if m.role == 'user' %}" + user + "{% elif m.content %}" + others
     conversation = Conversation(messages=check_messages(messages, images=[]), max_chars=10_000)
     assert ChatTemplate(source + "{% endif %}{% endfor %}", {}, "test").render(conversation) == text
 
