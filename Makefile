@@ -72,7 +72,7 @@ acceptance: install-dev ## test a real server under faults and load; ARGS="fault
 
 # Each command runs, also if those before it failed; the last line names those that failed.
 HARNESSES := faults,--count,100,--deterministic engines streams cost soak adapters hostile
-FUZZERS := http wire safetensors
+FUZZERS := http wire safetensors images
 nightly: install-dev ## run all harnesses, fuzzers and clients of tests/nightly (about four hours)
 	@failed=; run() { echo "== $$*"; "$$@" || failed="$$failed $$(basename $$3 .py):$$4"; }; \
 	for each in $(HARNESSES); do \

@@ -22,8 +22,8 @@ TLS = ssl.create_default_context()
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with world() as port:
-        yield port
+    with world() as server:
+        yield server.server_port
 
 
 def fetched(url: str, port: int, seconds: float = 20.0, max_bytes: int = 10_000) -> bytes | str:
@@ -138,20 +138,22 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(certificate, key)
     trusting = ssl.create_default_context(cafile=str(certificate))
-    with world(serving) as port:
+    with world(serving) as server:
         for name, tls, expected in (
             ("cdn.example.com", trusting, image_file()),
             ("a.cdn.example.com", trusting, "could not be fetched: the certificate is not valid"),
             ("cdn.example.com", None, "could not be fetched: the certificate is not valid"),
         ):
-            fetcher = Fetcher(["cdn.example.com", "a.cdn.example.com"], 10_000, resolve=Resolver(port), tls=tls)
+            fetcher = Fetcher(
+                ["cdn.example.com", "a.cdn.example.com"], 10_000, resolve=Resolver(server.server_port), tls=tls
+            )
             try:
                 found: bytes | str = fetcher.fetch(f"https://{name}/image")
             except Refused as refused:
                 found = refused.text
             assert found == expected
         with pytest.raises(Refused, match="redirects from https to http"):
-            Fetcher(["cdn.example.com"], 10_000, resolve=Resolver(port), tls=trusting).fetch(
+            Fetcher(["cdn.example.com"], 10_000, resolve=Resolver(server.server_port), tls=trusting).fetch(
                 "https://cdn.example.com/to/http://cdn.example.com/"
             )
 

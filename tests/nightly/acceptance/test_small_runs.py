@@ -82,3 +82,11 @@ def test_fuzzers(kind: str) -> None:
         assert all(tally["decoded"] and tally["refused: decode"] for tally in found["directions"].values())
     else:
         assert found.get("refused", 0) > 20 and found["opened"] if kind == "safetensors" else found["requests"] > 20
+
+
+def test_fuzzed_images() -> None:
+    command = [sys.executable, "-P", str(HERE / "fuzz_images.py"), "--count", "200", "--seed", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["files"] == 200 > found["read"] > 20 and found["urls"] >= 200

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import quote, unquote
 
 from image_files import image_file
 
@@ -27,12 +28,13 @@ WORLD = {
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
+        self.server.paths.append(self.path)  # type: ignore[attr-defined]
         word, _, rest = self.path.partition("?")[0].strip("/").partition("/")
         match word:
             case "image":
                 self._answer(200, image_file())
             case "to":  # /to/URL redirects there
-                self._answer(302, b"", location=rest)
+                self._answer(302, b"", location=unquote(rest))
             case "hops":
                 self._answer(301, b"", location=f"/hops/{int(rest) - 1}" if int(rest) else "/image")
             case "bytes":
@@ -71,20 +73,24 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.paths: list[str] = []
+
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # its client has gone
 
 
 @contextmanager
-def world(tls: ssl.SSLContext | None = None) -> Iterator[int]:
-    """Yield the port of the server."""
-    server = Server(("127.0.0.1", 0), Handler)
+def world(tls: ssl.SSLContext | None = None) -> Iterator[Server]:
+    """Yield the server, which keeps the paths that were asked for."""
+    server = Server()
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield server.server_port
+        yield server
     finally:
         server.shutdown()
         thread.join()
@@ -103,3 +109,29 @@ class Resolver:
         if not is_public(WORLD.get(host, "0.0.0.0")):
             raise Refused("names a host without a public address")
         return [Address(socket.AF_INET, ("127.0.0.1", self._port))]
+
+
+ALLOWED = ("cdn.example.com", "*.cdn.example.com")
+INSIDE = (
+    *("127.0.0.1", "127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0", "[::1]", "[::ffff:127.0.0.1]", "[::]"),
+    *("[::ffff:7f00:1]", "[fe80::1%25lo]", "localhost", "LOCALHOST", "169.254.169.254", "[fd00::1]", "10.0.0.7"),
+    *(f"{name}.cdn.example.com" for name in ("inside", "loop", "link", "mapped", "six")),
+    *("cdn.example.com@127.0.0.1", "127.0.0.1#@cdn.example.com", "127.0.0.1\\\\@cdn.example.com", "xcdn.example.com"),
+    *("cdn.example.com.evil.example", "cdn.example.com%00.evil.example", "\t127.0.0.1", "cdn.example.com:22"),
+    *("①②⑦.0.0.1", "cdn.example.com."),
+)  # fmt: skip
+"""Hosts that no image may be fetched from, in the forms by which they are reached elsewhere."""
+
+
+def hostile_urls() -> list[str]:
+    """Return URLs to ``/secret``: as they are, and behind one and two redirects of an allowed host."""
+
+    def behind(url: str) -> str:
+        return f"http://cdn.example.com/to/{quote(url, safe='')}"
+
+    direct = [f"{scheme}{host}/secret" for host in INSIDE for scheme in ("http://", "https://")]
+    others = [
+        f"{scheme}127.0.0.1/secret" for scheme in ("//", "ftp://", "file://", "gopher://", "http:", "data:,http://")
+    ]
+    once = [behind(url) for url in (*direct, *others)]
+    return [*direct, *others, *once, *(behind(url) for url in once)]

@@ -7,6 +7,7 @@ import hashlib
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,4 +61,5 @@ def make(hello: bytes) -> tuple[bytes, Answer | None]:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
     serve(make, EXTRA_BYTES)
