@@ -313,7 +313,9 @@ class Planner:
             if not self.preemption.for_tokens(plan, request):
                 return reason
         num_tokens = plan.prefill_tokens(request, (until or request.num_tokens) - num_hit_tokens, num_hit_tokens)
-        if num_tokens < 1:  # what must be computed in one step has no room in this one
+        if num_tokens < 1 and until:  # what must be computed in one step goes beyond: then all of it
+            num_tokens = plan.prefill_tokens(request, request.num_tokens - num_hit_tokens, num_hit_tokens)
+        if num_tokens < 1:  # it has no room in this step
             return WaitReason.TOKEN_BUDGET
         evicted = self.kv.pool.num_evicted_blocks
         while (reason := self._lacks_blocks(request, hits, num_hit_tokens, num_tokens)) is not None:

@@ -18,6 +18,7 @@ from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
+from quire.protocol.wire.item_messages import Encode, Encoded
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS
 from quire.protocol.wire.transfer_messages import BlocksMoved, HostPages, MoveBlocks, MoveKind
@@ -150,6 +151,19 @@ class TestTimes:
 
     def test_shutdown_ends_worker_during_a_step(self) -> None:
         assert run((99.999, adding(1, 0, 50))) == []
+
+
+def test_images_are_encoded_one_after_the_other_beside_the_steps() -> None:
+    first, second, given = (
+        Encode(n, bytes(32), "", kind, 1000) for n, kind in ((1, "image"), (2, "image"), (3, "rows"))
+    )
+    sent = run((1.0, first), (1.0, second), (1.0, given), (1.0, adding(1, 0, 20)))
+    assert [(round(when, 3), type(message), getattr(message, "number", 0)) for when, message in sent] == [
+        (1.02, ModelRunnerOutput, 0),
+        (1.03, Encoded, 1),
+        (1.06, Encoded, 2),
+        (1.06, Encoded, 3),
+    ]
 
 
 class TestCopies:

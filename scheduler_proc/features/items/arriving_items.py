@@ -60,8 +60,9 @@ def _check_size(item: InputItem, param: str, config: EngineConfig, pool_tokens: 
     longest = longest_atom(item, config)
     if longest > (most := min(most_atom_tokens(config), pool_tokens)):
         text = (
-            f"an image of this model must be computed in one step, which has room for {most} positions of it (got "
-            f"{longest}): make it smaller, or raise --max-num-batched-tokens or the size of the KV pool"
+            "all positions of an image of this model attend to each other, so that it must fit into one step, and into "
+            f"the model's attention windows: at most {most} (got {longest}): make it smaller, or raise "
+            "--max-num-batched-tokens or the size of the KV pool"
         )
         raise Refusal("item_too_large", param, text)
 
@@ -77,8 +78,11 @@ def longest_atom(item: InputItem, config: EngineConfig) -> int:
 
 
 def most_atom_tokens(config: EngineConfig) -> int:
-    """Return the positions that a step always has for a prefill: those beside a token of each other request.
+    """Return the most positions of a part that no chunk may divide.
 
-    With fewer, a prefill could wait for as long as new requests arrive and decode.
+    A step always has those for a prefill that are left beside a token of each other request: with fewer, it could wait
+    for as long as new requests arrive and decode. And a hit may end inside the part, whose other positions attend to
+    all of it: layers with a window keep no more before the end of a hit.
     """
-    return config.step_tokens - (config.max_num_seqs - 1)
+    windows = [window for window in config.model.windows if window]
+    return min([config.step_tokens - (config.max_num_seqs - 1), *windows])

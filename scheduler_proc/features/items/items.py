@@ -293,7 +293,7 @@ class Items(Feature):
         if not self._is_due:
             return
         self._is_due = self._lacks_room = False
-        asking = sorted(filter(self._may_ask, self._with_items.values()), key=self._rank)
+        asking = sorted(filter(self._asks, self._with_items.values()), key=self._rank)
         for request in asking:
             own = self._located(request)
             if not own.is_done and not self._get(request, own, own.first, asking):
@@ -309,10 +309,11 @@ class Items(Feature):
                 if not self._get(request, own, index, ()):
                     return
 
-    def _may_ask(self, request: Request) -> bool:
-        """Whether a request lacks nothing for its next position but rows, blocks and its turn."""
-        table, handle = self._table, request.handle
-        return handle in table.running or request in table.waiting or handle in self._held
+    def _asks(self, request: Request) -> bool:
+        """Whether a request needs rows, and nothing else for its next position but blocks and its turn."""
+        own, table, handle = ITEMS.of(request), self._table, request.handle
+        can_run = handle in table.running or request in table.waiting or handle in self._held
+        return own is not None and not own.is_done and can_run
 
     def _rank(self, request: Request) -> tuple[Any, ...]:
         return request.status is not RequestStatus.RUNNING, request is not self._first, self._table.waiting.key(request)

@@ -32,7 +32,13 @@ def item(*ranges: tuple[int, int], kind: str = "image", digest: bytes = bytes(32
         ([item((4, 2), (5, 2))], {}, "invalid_value", "from 6 to 19 (got 2 from 5 on)"),
         ([item((4, 2)), item((2, 2))], {}, "invalid_value", "from 6 to 19 (got 2 from 2 on)"),
         ([item((0, 9))], {}, "item_too_large", "at most 8 positions, the encoder cache of this engine (got 9)"),
-        ([item((0, 7))], {"vision": ATOMIC}, "item_too_large", "has room for 5 positions of it (got 7)"),
+        ([item((0, 5))], {"vision": ATOMIC, "windows": [0, 4]}, "item_too_large", "windows: at most 4 (got 5)"),
+        (
+            [item((0, 7))],
+            {"vision": ATOMIC},
+            "item_too_large",
+            "must fit into one step, and into the model's attention windows: at most 5 (got 7)",
+        ),
     ],
 )
 def test_refuses_items(items: list[InputItem], settings: dict[str, Any], code: str, text: str) -> None:

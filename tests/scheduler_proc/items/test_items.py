@@ -5,11 +5,15 @@ from typing import Any
 
 import pytest
 from fake_items import image
+from keyframed_runs import keyframe_of, tails
+from lines_in_memory import numbered, record_log
 from scheduler_driver import Driver, expected_tokens
 
 from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.item_messages import InputItem
+from quire.replay.recorded.exact import replay_lines
+from quire.scheduler_proc.trace.lines import decode_line, encode_line
 
 CAUSAL = VisionConfig("TinyVision", token_id=9)
 ATOMIC = VisionConfig("TinyVision", token_id=9, is_causal=False)
@@ -234,6 +238,8 @@ def test_random_runs(seed: int) -> None:
             driver.abort(rng.choice(list(sent)))
         elif chance < 0.3:
             driver.control("reset_encoder_cache")
+        elif chance < 0.4:
+            keyframe_of(driver)
     driver.finish()
     for name, (prompt, items) in sent.items():
         answer = driver.answers[name]
@@ -242,3 +248,7 @@ def test_random_runs(seed: int) -> None:
         if not is_suspect and (answer.reason is EndReason.ERROR or answer.rejected is not None):
             assert any(item.path in broken for item in items), f"{name}: {answer.ended or answer.rejected}"
     assert driver.replay_lines() is None
+    for records in tails(driver):
+        lines = [encode_line(line) for line in record_log(driver.header, records)]
+        assert replay_lines(numbered(map(decode_line, lines))) is None
+        assert not any(b"/shm/" in line for line in lines), "a trace has the path of a file"

@@ -81,6 +81,7 @@ def make_config(**settings: Any) -> EngineConfig:
         generates=settings.pop("generates", True),
         pooling=settings.pop("pooling", None),
         vision=settings.pop("vision", None),
+        windows=settings.pop("windows", []),
         moe=EXPERTS if settings.get("enable_return_routed_experts") else None,
     )
     adaptive = settings.pop("adaptive", False)
