@@ -22,8 +22,8 @@ MODULE = "quire.frontend.images.image_helper"
 START_SECONDS = 300.0
 """Time for its imports, which on a busy machine take a minute."""
 CPU_SECONDS = 20.0
-WALL_SECONDS = 60.0
-"""Wall-clock limit of one image. Helpers have the lowest priority."""
+WALL_SECONDS = 300.0
+"""Wall-clock limit of one image. Beside workers that use all cores, helpers get 2 % of one, for their low priority."""
 MAX_BYTES = 3 * 2**30
 """Limit of the helper's address space, in addition to what it has at start."""
 NICENESS = 19

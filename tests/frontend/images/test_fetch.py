@@ -12,8 +12,10 @@ from image_hosts import WORLD, Resolver, world
 
 from quire.frontend.images.addresses import is_public, resolve_public
 from quire.frontend.images.fetch import Fetcher
-from quire.frontend.images.options import check_domains
+from quire.frontend.images.options import ImageOptions
 from quire.frontend.images.refused import Refused
+from quire.frontend.network_options import check_network
+from quire.frontend.serve_options import ServeOptions
 from quire.protocol.errors import ConfigError
 
 HOST = "http://cdn.example.com"
@@ -160,6 +162,15 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("domain", ["", "*", "http://x", "x/", "*.", "X.com", "a b", "[::1]", "*.*.x", "x:"])
 def test_domains(domain: str) -> None:
-    check_domains(["x", "*.x.com", "x.com:8443", "93.184.216.34"])
+    check_network(ServeOptions(allowed_media_domains=["x", "*.x.com", "x.com:8443", "93.184.216.34"]))
     with pytest.raises(ConfigError, match="--allowed-media-domains must be host names"):
-        check_domains([domain])
+        check_network(ServeOptions(allowed_media_domains=[domain]))
+
+
+def test_flags() -> None:
+    flags = {"max_images_per_prompt": 1, "max_image_bytes": 2, "max_image_pixels": 3, "image_processes": 4}
+    options = ServeOptions(**flags, image_memory_bytes=5, allowed_media_domains=["x"]).images
+    assert options == ImageOptions(
+        max_images=1, max_bytes=2, max_pixels=3, num_helpers=4, memory_bytes=5, domains=("x",)
+    )
+    assert options.helpers == 4 and ServeOptions().images == ImageOptions()

@@ -32,7 +32,8 @@ def test_tensors_and_texts(family: Callable[[], tuple[Any, str, str]], tmp_path:
     reference, _, row_token = family()
     reference.save_pretrained(tmp_path)
     token_id = reference.tokenizer.convert_tokens_to_ids(row_token)
-    processor = Processor(tmp_path, token_id)
+    processor, other = (Processor(tmp_path, token_id) for _ in range(2))
+    assert processor.prepare(FILES[0], 10**6).digest == other.prepare(FILES[0], 10**6).digest
     assert processor.placeholder == reference.image_token
     for data in FILES:
         made = processor.prepare(data, 10**6)
