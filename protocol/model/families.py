@@ -32,7 +32,6 @@ class Family:
             ``attention_out_bias`` if there is one.
         scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
         experts: the feed-forward layers are mixtures of experts.
-        nested: the decoder's settings are in ``text_config``.
         gate: how experts are chosen if they may be in groups, or have a dense layer beside them: by softmaxes, or by
             sigmoids with a bias; "": they may not.
         latent: attention is over latents.
@@ -49,7 +48,6 @@ class Family:
     experts: bool = False
     gate: Literal["", "softmax", "sigmoid"] = ""
     latent: bool = False
-    nested: bool = False
     rope_in_windows: bool = False
 
 
@@ -162,9 +160,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "Gemma2ForCausalLM": _GEMMA2,
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": Family(
-        _GEMMA3.defaults, _GEMMA3.slides, _GEMMA3.model_settings, scaled_embedding=True, nested=True
-    ),
     "MixtralForCausalLM": Family(
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
         slides=_always,

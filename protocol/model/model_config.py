@@ -373,10 +373,8 @@ def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
     """Overlay the decoder's own fields on those beside it, and both on the family's defaults, under the names that
     other families have for them. A null is kept: it means none.
     """
-    inner, defaults = raw.get("text_config"), {}
-    if family.nested and not isinstance(inner, dict):
-        raise ConfigError(f"{where}: text_config must be an object")
-    nested = inner if family.nested and inner else {}
+    nested: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if (named := named_architecture(raw)) in VISION_FAMILIES:
         text, nested = text_settings(raw, VISION_FAMILIES[named], where)
         defaults = dict(text.defaults)

@@ -38,7 +38,7 @@ class VisionFamily:
     Attributes:
         text: model type of the language model.
         token_id: as in ``VisionConfig``.
-        mrope_section: as in ``VisionConfig``.
+        mrope_section, mrope_interleaved, is_causal: as in ``VisionConfig``.
         deepstack: layers of the tower whose rows are added to the residual stream.
         flat: older checkpoints have the settings of the language model beside those of the tower.
     """
@@ -47,11 +47,13 @@ class VisionFamily:
     token_id: int
     mrope_section: tuple[int, ...] = ()
     mrope_interleaved: bool = False
+    is_causal: bool = True
     deepstack: tuple[int, ...] = ()
     flat: bool = False
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
+    "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", 262144, is_causal=False),
     "LlavaForConditionalGeneration": VisionFamily("llama", 32000),
     "Mistral3ForConditionalGeneration": VisionFamily("mistral", 10),
     "Idefics3ForConditionalGeneration": VisionFamily("llama", 128257),
@@ -95,6 +97,7 @@ TEXT_MODELS: dict[str, TextModel] = {
     "mistral": TextModel(
         "MistralForCausalLM", _sizes(4096, 14336, 32, 32, 32000, 4096 * 32) | {"num_key_value_heads": 8}
     ),
+    "gemma3_text": TextModel("Gemma3ForCausalLM"),
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN2_VL_TEXT,
     "qwen2_5_vl_text": _QWEN2_VL_TEXT,
@@ -153,6 +156,7 @@ def read_vision(raw: Mapping[str, Any], architecture: str, field: Fields) -> Vis
     return VisionConfig(
         architecture=architecture,
         token_id=field.size(name, default=family.token_id, low=0, high=vocab - 1),
+        is_causal=family.is_causal,
         mrope_section=section,
         num_deepstack=len(layers),
         mrope_interleaved=family.mrope_interleaved,

@@ -111,7 +111,8 @@ class InputSender:
         index, own_rows = self._transfer(places, inputs.sampled.rows)
         samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
         items, states = self._items.of_step(inputs, positions), self._states.of_step(inputs)
-        model_inputs = Inputs(token_ids, items.positions, items.given_embeddings, items.added_rows, states=states)
+        given, added = items.given_embeddings, items.added_rows
+        model_inputs = Inputs(token_ids, items.positions, given, added, items.spans, states=states)
         return DeviceInputs(model_inputs, batches, None if samples_all else index, own_rows)
 
     def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:

@@ -40,7 +40,7 @@ class ItemEncoder:
             model: the language model, whose device, width and dtype rows have.
             wake: called in the thread whenever ``take_answers`` has more to return.
         """
-        self._tower, self._rows, self._device = items.tower, items.rows, torch.device(model.build.device)
+        self._tower, self._items, self._device = items.tower, items, torch.device(model.build.device)
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ class ItemEncoder:
         # The lock guards everything below.
         self._lock = Lock()
         self._epoch = 0
-        self._made: dict[int, torch.Tensor] = {}
+        self._made: dict[int, tuple[torch.Tensor, bool]] = {}
         self._answers = Answers[Encoded](wake)
 
     @property
@@ -62,7 +62,8 @@ class ItemEncoder:
             self._epoch += 1
             self._made = {}
             self._answers.clear()
-        self._rows.clear()
+        for number in list(self._items.rows):
+            self._items.drop(number)
 
     def submit(self, message: Encode) -> None:
         """Free the rows of the dropped items, and queue an encoding.
@@ -71,8 +72,8 @@ class ItemEncoder:
             StepRefused: the number is in use or not positive, or no rows are wanted.
         """
         for number in message.dropped:
-            self._rows.pop(number, None)
-        if message.number < 1 or message.number in self._rows or message.num_rows < 1:
+            self._items.drop(number)
+        if message.number < 1 or message.number in self._items.rows or message.num_rows < 1:
             raise StepRefused(
                 f"Encode of item {message.number} with {message.num_rows} rows: numbers are new and positive, and an "
                 f"item has a row"
@@ -87,7 +88,8 @@ class ItemEncoder:
         answers = self._answers.take()
         for answer in answers:
             if not answer.problem:
-                self._rows[answer.number] = self._made.pop(answer.number)
+                rows, is_image = self._made.pop(answer.number)
+                self._items.keep(answer.number, rows, is_image=is_image)
         return answers
 
     def close(self) -> None:
@@ -118,7 +120,7 @@ class ItemEncoder:
             with self._lock:
                 if epoch == self._epoch:
                     if rows is not None:
-                        self._made[message.number] = rows
+                        self._made[message.number] = rows, message.kind == "image"
                     self._answers.add(answer)
 
     def _encode(self, message: Encode) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.item_messages import RowItem
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
+from quire.worker_proc.attention.both_ways import Span
 from quire.worker_proc.batch.diff_check import After
 from quire.worker_proc.batch.image_positions import given_end, merged_grid, rope_positions
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
@@ -25,6 +26,7 @@ class ItemStep:
     positions: torch.Tensor
     given_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     added_rows: tuple[torch.Tensor, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 class RowItems:
@@ -43,8 +45,20 @@ class RowItems:
         self._in_space = vision is not None and bool(vision.mrope_section)
         self._items = batch.column(np.object_, lambda new: new.items, None)
         self._positions = batch.column(np.object_, self._positions_of, None)
+        self._is_causal = vision is None or vision.is_causal
+        self._images: set[int] = set()
         self.rows: dict[int, torch.Tensor] = {}
         self.tower: VisionTower | None = None
+
+    def keep(self, number: int, rows: torch.Tensor, *, is_image: bool) -> None:
+        """Let steps use the rows of an item."""
+        self.rows[number] = rows
+        if is_image:
+            self._images.add(number)
+
+    def drop(self, number: int) -> None:
+        self.rows.pop(number, None)
+        self._images.discard(number)
 
     def _positions_of(self, new: NewRequestData) -> Any:
         return rope_positions(new.items) if self._in_space and new.items else None
@@ -102,24 +116,30 @@ class RowItems:
             positions = self._rope_positions(inputs, begun)
         if not begun:
             return ItemStep(positions)
-        places, pieces, starts = [], [], inputs.query_start_loc
+        places, pieces, spans, starts = [], [], [], inputs.query_start_loc
         for at in begun:
             row, first = int(inputs.rows[at]), int(firsts[at])
             handle = int(self._batch.handles[row])
-            for begin, rows in self._pieces(handle, self._items[row], first, int(inputs.seq_lens[at])):
+            for item, end, begin, rows in self._pieces(handle, self._items[row], first, int(inputs.seq_lens[at])):
                 own = int(starts[at]) + begin - first
                 places.append(np.arange(own, own + rows.shape[1]))
                 pieces.append(rows)
+                if not self._is_causal and item in self._images:
+                    spans.append(Span(at, own, begin, end))
         if not pieces:
             return ItemStep(positions)
         (indices,) = self._transfer(np.concatenate(places))
         rows, *deep = torch.cat(pieces, 1).unbind()
-        return ItemStep(positions, (indices, rows), tuple(deep))
+        return ItemStep(positions, (indices, rows), tuple(deep), tuple(spans))
 
     def _pieces(
         self, handle: int, items: Sequence[RowItem], begin: int, end: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the first position and the rows of each part of an item between two positions of a request."""
+    ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        """Yield each part of an item between two positions of a request.
+
+        Returns:
+            The item's number, the end of the range that the part is of, the part's first position, and its rows.
+        """
         for item in items:
             done = 0
             for first, count in item.ranges:
@@ -129,7 +149,9 @@ class RowItems:
                     if rows is None or rows.shape[1] != sum(each for _, each in item.ranges):
                         found = "absent" if rows is None else f"{rows.shape[1]}"
                         raise StepRefused(f"handle {handle} needs the rows of item {item.number}, which are {found}")
-                    yield low, rows[:, done + low - first : done + high - first]
+                    if high < first + count and not self._is_causal and item.number in self._images:
+                        raise StepRefused(f"handle {handle} must compute item {item.number} up to {first + count}")
+                    yield item.number, first + count, low, rows[:, done + low - first : done + high - first]
                 done += count
 
     def _rope_positions(self, inputs: StepInputs, begun: Sequence[int]) -> torch.Tensor:

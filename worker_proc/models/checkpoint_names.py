@@ -33,7 +33,6 @@ _KV_SCALE = re.compile(
 compressed-tensors (``k_proj.output_scale``), AutoFP8 (``kv_scale`` for both) and vLLM (``attn.k_scale``) name them."""
 UNREAD = (".weight_shape", ".input_scale", ".input_global_scale", ".output_scale")
 """Ends of names of tensors of a quantised layer that change nothing here."""
-_VISION = ("model.vision_tower.", "model.multi_modal_projector.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +127,6 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     if name == SCORE or (name == HEAD and not config.generates):
         return config.pooling is not None
     if config.vision is not None and not is_text_tensor(name):
-        return True
-    if config.architecture == "Gemma3ForConditionalGeneration" and name.startswith(_VISION):
         return True
     if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(UNREAD)):
         return True

@@ -165,7 +165,7 @@ def _new_model(name: str, settings: dict[str, Any]) -> Any:
         return model_class(config_class(**settings))
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    config = Gemma3Config(text_config=settings, vision_config=TINY_EYES, mm_tokens_per_image=4)
+    config = Gemma3Config(text_config=settings, vision_config=TINY_EYES, mm_tokens_per_image=4, image_token_index=96)
     return Gemma3ForConditionalGeneration(config)
 
 

@@ -76,6 +76,14 @@ class ItemRunner:
         self.runner.check()
         return result
 
+    def _whole(self, prompt: Prompt, begin: int, count: int) -> int:
+        """Return the size of a chunk that ends inside no image whose tokens attend in both directions."""
+        vision = self.runner.forward.model.config.vision
+        if vision is None or vision.is_causal:
+            return count
+        ends = [first + rows for item in prompt.items for first, rows in item.ranges if first < begin + count]
+        return max([count, *(end - begin for end in ends)])
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -119,7 +127,11 @@ class ItemRunner:
         }
         left = {first + at: len(ids) - computed for at, ids in enumerate(known)}
         while min(map(len, answers)) < num_tokens:
-            counts = {handle: min(chunk, rest) for handle, rest in left.items() if rest}
+            counts = {
+                handle: self._whole(prompts[handle - first], len(known[handle - first]) - rest, min(chunk, rest))
+                for handle, rest in left.items()
+                if rest
+            }
             result = self.step(**fields, counts=[(handle, count) for handle, count in counts.items() if count != 1])
             left = {handle: rest - counts.get(handle, 0) for handle, rest in left.items()}
             if result.handles is not None:

@@ -60,6 +60,18 @@ CASES = {
         {"text_config": {"model_type": "llama", **TEXT}, "vision_config": {"model_type": "clip_vision_model", **EYES}},
         ("CLIPImageProcessor", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
     ),
+    "gemma3": _Case(
+        "Gemma3",
+        {
+            "text_config": TEXT
+            | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
+            | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "vision_config": EYES | {"patch_size": 7},
+            "mm_tokens_per_image": 16,
+            "tie_word_embeddings": False,
+        },
+        ("Gemma3ImageProcessor", {"size": {"height": 28, "width": 28}}),
+    ),
     "smolvlm": _Case("SmolVLM", _SMOL, ("SmolVLMImageProcessor", _TILES), tiles=4),
     "idefics3": _Case("Idefics3", _SMOL, ("Idefics3ImageProcessor", _TILES), tiles=4),
     "mistral3": _Case(
@@ -108,11 +120,15 @@ def make_checkpoint(folder: Path, name: str, seed: int = 0) -> Any:
     import transformers
 
     case = CASES[name]
-    ids = {"image_token_id": IMAGE} | ({"image_token_index": IMAGE} if name in ("llava", "mistral3") else {})
+    ids = {"image_token_id": IMAGE} | ({"image_token_index": IMAGE} if name in ("llava", "mistral3", "gemma3") else {})
     config = getattr(transformers, f"{case.model}Config")(**case.settings, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{case.model}ForConditionalGeneration")(config).eval()
+        with torch.no_grad():
+            for weight in model.parameters():  # what begins at 0 or 1 would prove nothing
+                if weight.dim() < 2 or not weight.any():
+                    weight.add_(torch.randn(weight.shape) * 0.2)
     model.save_pretrained(folder)
     return model
 
@@ -139,7 +155,7 @@ def make_picture(model: Any, name: str, width: int, height: int, seed: int = 0) 
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     processor = getattr(transformers, f"{case.processor[0]}Pil")(**case.processor[1])
     found = processor(images=[Image.fromarray(pixels)], return_tensors="pt")
-    tensors = {key: value for key, value in found.items() if key not in ("num_patches", "rows", "cols")}
+    tensors = {key: value for key, value in found.items() if key not in ("num_patches", "num_crops")}
     with torch.no_grad():
         made = model.model.get_image_features(**tensors, return_dict=True).pooler_output
     parts = made if isinstance(made, list | tuple) else [made]
@@ -184,6 +200,8 @@ def greedy_tokens(model: Any, prompt: Prompt, num_tokens: int) -> list[int]:
     ids = torch.tensor([prompt.ids])
     if prompt.items and prompt.items[0].grid:
         given["mm_token_type_ids"] = (ids == IMAGE).int()
+    if "gemma3" in model.config.model_type:
+        given["token_type_ids"] = (ids == IMAGE).int()
     with torch.no_grad():
         out = model.generate(
             ids,

@@ -335,6 +335,22 @@ def test_rotary_positions_behind_an_image() -> None:
     both.step()
 
 
+def test_image_that_attends_in_both_directions() -> None:
+    vision = VisionConfig("", 7, is_causal=False)
+    both = Both(shape=msgspec.structs.replace(MODEL, vision=vision))
+    rows = torch.randn(1, 6, MODEL.hidden_size, generator=torch.Generator().manual_seed(1))
+    fields = adding((0, [5, 9, 7, 7, 7, 7, 7, 7, 3], [1, 2, 3, 4, 5]), (1, [8, 8], [6, 7, 8]))
+    fields["new_requests"][0] = msgspec.structs.replace(fields["new_requests"][0], items=[RowItem(1, [(2, 6)])])
+    for runner in (both.host, both.device):
+        runner.items.keep(1, rows, is_image=True)
+        with pytest.raises(StepRefused, match="handle 0 must compute item 1 up to 8"):
+            runner.execute(SchedulerOutput(1, **fields | {"counts": [(0, 4), (1, 2)]}))
+    both.step(**fields | {"counts": [(0, 8), (1, 2)]})
+    both.step()
+    both.step()
+    assert both.steady_steps == 2
+
+
 @pytest.fixture
 def two_adapters(tmp_path: Path) -> list[Path]:
     ranks = {"a": 5, "b": 8}
