@@ -120,6 +120,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         latent: its attention is over latents, one per token, of ``head_dim`` numbers and one KV head; None: over keys
             and values.
         extra_layers: layers after the last one, which predict further tokens and are not read.
+        chunks: per layer without a window, the tokens of a chunk: a token attends to none before the beginning of its
+            chunk (Llama 4); 0: none. Empty: none in any layer.
     """
 
     architecture: str
@@ -167,6 +169,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     transformers: MeasuredConfig | None = None
     latent: LatentConfig | None = None
     extra_layers: int = 0
+    chunks: list[int] = []
 
     @property
     def implementation(self) -> str:
@@ -180,6 +183,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def chunk(self, layer: int) -> int:
+        return self.chunks[layer] if self.chunks else 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Return a layer's number of KV heads and their dimension, which its queries have too."""
