@@ -20,6 +20,7 @@ from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.model import Inputs, Model, Outputs, scales_of
 from quire.worker_proc.models.module import Module
+from quire.worker_proc.models.query_scales import QueryScales, ScaledQueries
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 
@@ -63,6 +64,8 @@ class Decoder(Model):
         self.rope = self._table(config.rope, length)
         local = config.local_rope
         self.local_rope = None if local is None else self._table(local, length, local=True)
+        scale = config.query_scale
+        self.query_scales = None if scale is None else QueryScales(scale, length, build.device)
 
     def attention_shape(self, layer: int) -> AttentionShape:
         spec = self.layers[layer].attention.spec
@@ -78,6 +81,9 @@ class Decoder(Model):
         rotary = Rotary(self.rope, inputs.positions)
         local = rotary if self.local_rope is None else Rotary(self.local_rope, inputs.positions)
         rotaries = {"": rotary, "local": local, "none": None}
+        attends = dict.fromkeys(rotaries, backend)
+        if self.query_scales is not None:
+            attends["none"] = ScaledQueries(backend, self.query_scales.of(inputs.positions))
         residual = self.embed_tokens(inputs.token_ids)
         if inputs.given_embeddings is not None:
             tokens, rows = inputs.given_embeddings
@@ -87,7 +93,8 @@ class Decoder(Model):
         for index, (layer, source) in enumerate(zip(self.layers, self._cache_sources, strict=True)):
             if index in wanted:
                 entered[index] = residual.clone() if pending is None else residual + pending
-            pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
+            kind, cache, plan = layer.rope, kv_caches[source], plans[source]
+            pending = layer(residual, pending, cache, plan, attends[kind], rotaries[kind])
         return Outputs(join(self.build, residual, pending, self.norm), [entered[index] for index in wanted])
 
     def set_kv_scales(self, scales: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
