@@ -313,6 +313,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     rope, local_rope = parse_ropes(field, *rotated, max_position)
     types = layer_types(family, field, num_layers)
     bias = field.flag("attention_bias")
+    moe = _moe(field, num_layers, architecture, family) if family.experts else None
     return ModelConfig(
         architecture=architecture,
         vocab_size=field.size("vocab_size", high=2**24),
@@ -336,7 +337,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         eos_token_ids=sorted(set(eos_token_ids or [])),
         windows=_unless_trivial(layer_windows(family, field, types, max_position)),
         cache_sources=cache_sources(field, types),
-        moe=_moe(field, num_layers, architecture, family) if family.experts else None,
+        moe=moe if moe is not None and moe.layers else None,
         fp8_kv_cache=fp8_kv_cache,
         weight_format=weight_format,
         kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],

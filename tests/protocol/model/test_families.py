@@ -401,6 +401,7 @@ class TestLlama4:
 
         assert layers(interleave_moe_layer_step=2) == [1, 3, 5]
         assert layers(interleave_moe_layer_step=2, moe_layers=[4, 0]) == [0, 4]
+        assert parse("Llama4ForCausalLM", moe_layers=[]).moe is None
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -1,5 +1,6 @@
 """Llama 4 in the real scheduler and runner: prompts of several chunks, in steps of all sizes, with what reuses KV."""
 
+import logging
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -52,3 +53,14 @@ def test_tokens_equal_transformers(variant: str, way: str, checkpoint_factory: C
     assert (again.num_cached_tokens > 0) == WAYS[way].get("enable_prefix_caching", True)
     assert bool(engine.statistics().num_preemptions) == ("num_blocks_override" in WAYS[way])
     assert bool(engine.statistics().num_accepted_tokens) == ("speculative" in WAYS[way])
+
+
+def test_a_vision_part_is_not_loaded_and_one_line_says_so(
+    checkpoint_factory: Callable[..., tuple[Path, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, reference = checkpoint_factory("llama4_vision")
+    with caplog.at_level(logging.INFO, "quire"):
+        engine = InProcessEngine(folder, max_model_len=64)
+    assert sum("vision part is not loaded" in record.getMessage() for record in caplog.records) == 1
+    engine.add("a", [5, 6, 7], max_tokens=4)
+    assert [engine.run()["a"].tokens] == greedy_tokens(reference, [[5, 6, 7]], 4)

@@ -91,7 +91,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
         "llama4",
         {"num_experts_per_tok": 1, "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}, "moe_layers": None},
     ),
-    "llama4-whole": ("llama4", {"attention_chunk_size": None, "attn_temperature_tuning": False}),
+    "llama4-whole": ("llama4", {"attention_chunk_size": None, "attn_temperature_tuning": False, "moe_layers": []}),
     "mixtral-windowed": ("mixtral", {"sliding_window": 8}),
     "qwen3_moe-dense-layers": (
         "qwen3_moe",
