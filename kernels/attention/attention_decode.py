@@ -109,6 +109,7 @@ def plan_decode(
     seq_lens: torch.Tensor,
     *,
     window: int = 0,
+    chunk: int = 0,
     prefix: PrefixPass | None = None,
 ) -> AttentionPlan:
     """Plan a step from device tensors, with one launch and neither a copy nor a wait.
@@ -118,6 +119,7 @@ def plan_decode(
             Rows with more tokens than the buffers allow are an error of the caller that cannot be raised here: they are
             not computed.
         seq_lens: int32 ``[num_rows]``.
+        window, chunk: as in ``plan_attention``.
         prefix: ``plan_prefix`` of a prefix that all rows share, for as many tokens as the query will have.
 
     Raises:
@@ -125,7 +127,7 @@ def plan_decode(
         RuntimeError: Triton cannot launch in this process.
     """
     limits = buffers.limits
-    visible = Visible(window, prefix.prefix_len if prefix else 0)
+    visible = Visible(window, chunk, prefix.prefix_len if prefix else 0)
     check_options(visible, 0, limits.cut.min_piece)
     device = buffers.pieces.device
     check_tensor("seq_lens", seq_lens, {"num_rows": None}, (torch.int32,), device)
@@ -155,9 +157,9 @@ def plan_decode(
     )
 
 
-def plan_constants(windowed: bool, max_rows: int) -> dict[str, Any]:
+def plan_constants(visible: Visible, max_rows: int) -> dict[str, Any]:
     """Return the compile-time constants of the planning kernel; also used by the ahead-of-time compilation test."""
-    return {"WINDOWED": windowed, "KEY_ALIGN": KEY_ALIGN, "TILE_ROWS": max(16, next_power_of_two(max_rows))}
+    return visible.constants | {"KEY_ALIGN": KEY_ALIGN, "TILE_ROWS": max(16, next_power_of_two(max_rows))}
 
 
 def plan_options(max_rows: int) -> dict[str, int]:
@@ -178,9 +180,9 @@ def _launch_plan(
 
     plan_kernel[(1,)](
         query_start_loc, seq_lens, pieces, merges, len(seq_lens), len(pieces), len(merges), limits.tile_tokens,
-        visible.window, visible.prefix_len, prefix.num_partials if prefix else 0, prefix.num_slots if prefix else 0,
+        visible.reach, visible.prefix_len, prefix.num_partials if prefix else 0, prefix.num_slots if prefix else 0,
         limits.cut.capacity, limits.cut.min_piece,
-        **plan_constants(visible.window > 0, limits.max_rows), **plan_options(limits.max_rows),
+        **plan_constants(visible, limits.max_rows), **plan_options(limits.max_rows),
     )  # fmt: skip
 
 

@@ -79,10 +79,10 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Launches of ``PagedAttention`` for the layers of one ``shape`` and one window.
+    """Launches of ``PagedAttention`` for the layers of one ``shape`` and one window or length of chunks.
 
     Attributes:
-        visible: window and common prefix.
+        visible: window or chunk, and common prefix.
         num_rows: rows of the batch.
         num_tokens: tokens of all rows without padding; None if not known on the host.
         merges: int32 ``[num_merges, 4]`` on the device, columns ``attention_work.MERGE_COLUMNS``.
@@ -139,6 +139,7 @@ def plan_attention(
     device: torch.device,
     *,
     window: int = 0,
+    chunk: int = 0,
     common_prefix_len: int = 0,
     fixed_split: int = 0,
     programs: int | None = None,
@@ -150,9 +151,10 @@ def plan_attention(
 
     Args:
         query_lens, seq_lens: int32 ``[num_rows]``, on the host. A row may be empty.
-        window: number of tokens that a token sees, as in ``attention_work.Visible``; 0 means all.
+        window: number of tokens that a token sees, itself included; 0: no window.
+        chunk: tokens of a chunk: a token sees none before the beginning of its own; 0: no chunks.
         common_prefix_len: number of leading keys that all rows have in the same blocks, which are attended to once for
-            all rows. Must be a multiple of the block size; cannot be combined with a window.
+            all rows. Must be a multiple of the block size; cannot be combined with a window or chunks.
         fixed_split: if not 0, plan deterministically: cut at multiples of this and nowhere else (see
             ``prepare_attention`` for the guarantee).
         programs: number of programs that fill the device; None: derived from its multiprocessors.
@@ -164,7 +166,7 @@ def plan_attention(
     Raises:
         ValueError: lengths or options contradict each other.
     """
-    visible = Visible(window, common_prefix_len)
+    visible = Visible(window, chunk, common_prefix_len)
     check_options(visible, fixed_split, min_piece)
     lens, seqs = query_lens.astype(np.int64), seq_lens.astype(np.int64)
     if len(lens) != len(seqs):
@@ -296,11 +298,14 @@ def _sender(device: torch.device) -> Send:
 
 def check_options(visible: Visible, fixed_split: int, min_piece: int) -> None:
     """Raise ValueError if options of a plan contradict each other."""
-    if min(visible.window, visible.prefix_len, fixed_split) < 0:
-        sizes = f"window {visible.window}, common_prefix_len {visible.prefix_len}, fixed_split {fixed_split}"
+    limits = f"window {visible.window}, chunk {visible.chunk}"
+    if min(visible.window, visible.chunk, visible.prefix_len, fixed_split) < 0:
+        sizes = f"{limits}, common_prefix_len {visible.prefix_len}, fixed_split {fixed_split}"
         raise ValueError(f"{sizes}: none may be negative")
-    if visible.prefix_len and (visible.window or fixed_split):
-        other = f"window {visible.window}" if visible.window else f"fixed_split {fixed_split}"
+    if visible.window and visible.chunk:
+        raise ValueError(f"{limits}: at most one may be given")
+    if visible.prefix_len and (visible.reach or fixed_split):
+        other = limits if visible.reach else f"fixed_split {fixed_split}"
         raise ValueError(f"common_prefix_len: {visible.prefix_len} cannot be combined with {other}")
     if fixed_split % KEY_ALIGN:
         raise ValueError(f"fixed_split: {fixed_split} is not a multiple of {KEY_ALIGN}")

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from quire.kernels.attention.paged_attention_triton import first_keys
+
 
 @triton.jit(
     do_not_specialize=["num_rows", "max_pieces", "max_merges", "prefix_len", "num_prefix", "first_slot", "capacity"]
@@ -12,7 +14,7 @@ import triton.language as tl
 def plan_kernel(
     query_start_loc, seq_lens, pieces, merges, num_rows, max_pieces, max_merges, tile_tokens, window, prefix_len,
     num_prefix, first_slot, capacity, min_piece,
-    WINDOWED: tl.constexpr, KEY_ALIGN: tl.constexpr, TILE_ROWS: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, KEY_ALIGN: tl.constexpr, TILE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the pieces and merges that ``attention_work.cut_tiles`` makes of one tile per row; launched as one program.
 
@@ -25,10 +27,7 @@ def plan_kernel(
     seq_len = tl.load(seq_lens + row, mask=in_batch, other=0)
     has_tile = (query_len > 0) & (query_len <= tile_tokens)
     position = seq_len - query_len
-    first_key = tl.zeros_like(position)
-    if WINDOWED:
-        first_key = position - (window - 1)
-    first_key = tl.maximum(first_key, prefix_len)
+    first_key = tl.maximum(first_keys(position, window, WINDOWED, CHUNKED), prefix_len)
 
     start = first_key // KEY_ALIGN * KEY_ALIGN
     length = tl.where(has_tile & (seq_len > first_key), seq_len - start, 0)

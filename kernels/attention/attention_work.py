@@ -31,23 +31,44 @@ Int = npt.NDArray[np.int64]
 Table = npt.NDArray[np.int32]
 
 
+def first_key(position: Any, window: int, chunk: int) -> Any:
+    """Return the first key that the token at ``position`` sees, for an int or an array of positions.
+
+    Args:
+        window: number of tokens that it sees, itself included; 0: no window.
+        chunk: tokens of a chunk: it sees none before the beginning of its own; 0: no chunks.
+    """
+    if chunk:
+        return position // chunk * chunk
+    return np.maximum(position - (window - 1), 0) if window else position * 0
+
+
 @dataclass(frozen=True, slots=True)
 class Visible:
     """Range of keys that a token sees: from ``first_key(position)`` to its own.
 
     Attributes:
-        window: number of tokens that it sees, itself included; 0 means all.
+        window, chunk: as in the function ``first_key``; at most one is not 0.
         prefix_len: number of leading keys that the pass over the rows' common prefix computes.
     """
 
     window: int = 0
+    chunk: int = 0
     prefix_len: int = 0
 
+    @property
+    def reach(self) -> int:
+        """The kernels' argument for the window's length, or the chunk's."""
+        return self.window or self.chunk
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        """The kernels' compile-time constants: tokens do not see all keys before them, and ``reach`` is a chunk's."""
+        return {"WINDOWED": self.reach > 0, "CHUNKED": self.chunk > 0}
+
     def first_key(self, position: Int) -> Int:
-        first = np.zeros_like(position)
-        if self.window:
-            first = position - (self.window - 1)
-        return np.maximum(first, self.prefix_len)
+        first: Int = np.maximum(first_key(position, self.window, self.chunk), self.prefix_len)
+        return first
 
 
 @dataclass(frozen=True, slots=True)

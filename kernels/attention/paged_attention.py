@@ -53,6 +53,7 @@ def paged_attention_reference(
     scale: float,
     *,
     window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -61,7 +62,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """Compute ``PagedAttention`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
-    ``window`` is the window of the plan.
+    ``window`` and ``chunk`` are those of the plan.
     """
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = query.shape[1] // num_kv_heads
@@ -70,6 +71,7 @@ def paged_attention_reference(
         seq_len = int(seq_lens[row])
         query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
         lowest = query_position - window + 1 if window else torch.zeros_like(query_position)
+        lowest = query_position // chunk * chunk if chunk else lowest
         first = max(0, int(lowest.min())) if len(query_position) else seq_len
         position = torch.arange(first, seq_len, device=query.device)
         block_id = block_table[row, position // block_size].long()
@@ -163,7 +165,7 @@ def prepare_attention(
             left of the first key that the row's first query sees.
         query_start_loc: int32 ``[num_rows + 1]``.
         seq_lens: int32 ``[num_rows]``, each at least the row's query length.
-        plan: from ``plan_attention`` or ``plan_decode`` for the same lengths; holds the window.
+        plan: from ``plan_attention`` or ``plan_decode`` for the same lengths; holds the window or the chunk.
         scale: factor on the scores.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0 leaves them unchanged.
         sinks: float32 ``[num_heads]``: an additional score per head in the softmax's sum, without a value.
@@ -193,7 +195,7 @@ def prepare_attention(
         chunks = lane_chunks(shape, tiles, section.tile_tokens)
         last = (
             block_table, query_start_loc, seq_lens, plan.positions, section.pieces, plan.scratch.acc,
-            plan.scratch.stats, factor, soft_cap * LOG2_E, plan.visible.window, plan.num_rows, shape.num_kv_heads,
+            plan.scratch.stats, factor, soft_cap * LOG2_E, plan.visible.reach, plan.num_rows, shape.num_kv_heads,
             section.tile_tokens, chunks, *query.stride()[:2], *kv_cache.stride()[:4], block_table.stride(0),
             *out_strides,
         )  # fmt: skip
@@ -223,9 +225,9 @@ def launch_constants(
         "HEAD_DIM": shape.out_dim,
         "ROPE_DIM": shape.head_dim - shape.out_dim,
         "BLOCK_SIZE": block_size,
-        "WINDOWED": plan.visible.window > 0,
+        **plan.visible.constants,
         "SHARED": section.shared,
-        "LEAD": plan.visible.window > 0 or plan.visible.prefix_len % KEY_ALIGN != 0,
+        "LEAD": plan.visible.reach > 0 or plan.visible.prefix_len % KEY_ALIGN != 0,
         "WHOLE_TILES": section.regime == "prefill",
         "SEGMENT": plan.fixed_split,
         "TILE_LANES": tiles.lanes,

@@ -116,19 +116,29 @@ def lane_positions(positions, seq_lens, row, token, query_len, in_tile, SHARED: 
 
 
 @triton.jit
-def visible_keys(key_start, key_end, position, window, in_tile, WINDOWED: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Return each lane's first visible key, the piece's first key that any lane sees, and the keys to loop over.
+def first_keys(position, window, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr):
+    """Return each lane's first visible key, by ``window``, which is the length of a chunk if CHUNKED."""
+    if CHUNKED:
+        first = position // window * window
+    elif WINDOWED:
+        first = tl.maximum(position - (window - 1), 0)
+    else:
+        first = tl.zeros_like(position)
+    return first
+
+
+@triton.jit
+def visible_keys(key_start, key_end, position, lowest, in_tile, WINDOWED: tl.constexpr, TILE_KEYS: tl.constexpr):
+    """Return the piece's first key that any lane sees, and the keys to loop over.
 
     The range starts at a multiple of TILE_KEYS and is empty if no lane sees a key of the piece.
     """
-    lowest = tl.zeros_like(position)
     end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
     if WINDOWED:
-        lowest = tl.maximum(position - (window - 1), 0)
-        # Block table entries left of all windows are undefined.
+        # Block table entries left of all that the lanes see are undefined.
         key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
     begin = key_start // TILE_KEYS * TILE_KEYS
-    return lowest, key_start, begin, tl.where(key_start < end, end, begin)
+    return key_start, begin, tl.where(key_start < end, end, begin)
 
 
 @triton.jit
@@ -270,7 +280,7 @@ def attention_kernel(
     cache_kv_stride, cache_block_stride, cache_slot_stride, cache_head_stride,
     block_table_stride, out_token_stride, out_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
     K_SCALE_STRIDE: tl.constexpr, V_SCALE_STRIDE: tl.constexpr,
     SHARED: tl.constexpr, LEAD: tl.constexpr, WHOLE_TILES: tl.constexpr, SEGMENT: tl.constexpr,
     TILE_LANES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
@@ -308,7 +318,8 @@ def attention_kernel(
     queries = load_queries(query, query_offset, in_tile, HEAD_DIM, ROPE_DIM, TILE_DIMS, TILE_ROPE)
 
     position = lane_positions(positions, seq_lens, row, token, query_len, in_tile, SHARED)
-    lowest, key_start, begin, end = visible_keys(key_start, key_end, position, window, in_tile, WINDOWED, TILE_KEYS)
+    lowest = first_keys(position, window, WINDOWED, CHUNKED)
+    key_start, begin, end = visible_keys(key_start, key_end, position, lowest, in_tile, WINDOWED, TILE_KEYS)
 
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head * K_SCALE_STRIDE)

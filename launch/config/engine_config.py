@@ -242,8 +242,9 @@ def _check_experts(options: EngineOptions, model: ModelConfig) -> None:
         return
     if model.moe is None:
         raise ConfigError(f"{flag} needs a model with experts, and {model.architecture} has none: omit the flag")
-    if all(model.window(layer) for layer in range(model.num_layers)):
-        raise ConfigError(f"{flag} needs a layer without a sliding window, and this model has none: omit the flag")
+    if all(model.window(layer) or model.chunk(layer) for layer in range(model.num_layers)):
+        wanted = "a layer without a sliding window or chunks"
+        raise ConfigError(f"{flag} needs {wanted}, and this model has none: omit the flag")
     check_fit(options, ROUTED_EXPERTS)
 
 

@@ -154,6 +154,10 @@ def projection_shapes(model: ModelConfig, layer: int) -> Shapes:
         shapes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (model.intermediate_size, hidden))
         return shapes | {"mlp.down_proj": (hidden, model.intermediate_size)}
     shapes["mlp.gate"] = (moe.num_experts, hidden)
+    if moe.shared_width:
+        name, width = "mlp.shared_experts", moe.shared_width
+        shapes |= {f"{name}.gate_proj": (width, hidden), f"{name}.up_proj": (width, hidden)}
+        shapes[f"{name}.down_proj"] = (hidden, width)
     for expert in range(moe.num_experts) if moe.activation != "swiglu_oai" else ():
         name, width = f"mlp.experts.{expert}", moe.intermediate_size
         shapes |= {f"{name}.gate_proj": (width, hidden), f"{name}.up_proj": (width, hidden)}
@@ -299,9 +303,10 @@ def _expert_parts(
     """Yield the parts of each expert, of matrices that PEFT stores for all of them: A's rows by expert and rank, B's
     columns by rank and expert.
     """
-    (a, b), moe, hidden = pair, model.moe, model.hidden_size
+    moe, hidden = model.moe, model.hidden_size
     assert moe is not None
     count, width = moe.num_experts, moe.intermediate_size
+    a, b = _exchanged(pair, count) if moe.scales_inputs else pair
     is_down = b.data.shape[0] != 2 * width
     parameter = "down_proj" if is_down else "gate_up_proj"
     module = f"{name.removesuffix('.base_layer')}.{parameter}"
@@ -314,6 +319,19 @@ def _expert_parts(
         for projection, rows in cuts.items():
             part = b.take(rows, slice(expert, None, count))
             yield AdapterPart(f"model.layers.{layer}.mlp.experts.{expert}.{projection}", own, part, scale)
+
+
+def _exchanged(pair: Pair, count: int) -> Pair:
+    """Return A and B of the experts' transposed matrices: Llama 4 has inputs before outputs, and PEFT takes them for
+    outputs. Matrices that are not those of ``count`` experts are returned as they are.
+    """
+    a, b = pair
+    rank, rest = divmod(a.data.shape[0], count)
+    if rest or b.data.shape[1] != count * rank:
+        return pair
+    rows = b.data.reshape(-1, rank, count).transpose(2, 1, 0).reshape(count * rank, -1)
+    columns = a.data.reshape(count, rank, -1).transpose(2, 1, 0).reshape(-1, count * rank)
+    return AdapterTensor(a.name, b.dtype, rows), AdapterTensor(b.name, a.dtype, columns)
 
 
 def _require(folder: Path, tensor: AdapterTensor, shape: tuple[int, int]) -> None:

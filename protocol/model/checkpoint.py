@@ -37,11 +37,13 @@ MASK_BYTES = {"BOOL": 1}
 MAX_DIMENSIONS = 8
 
 _RENAMED = (
+    (".feed_forward.", ".mlp."),
     (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".mlp.gate."),
     (".block_sparse_moe.", ".mlp."),
     (".mlp.router.", ".mlp.gate."),
+    (".mlp.shared_expert.", ".mlp.shared_experts."),
     ("transformer.wte.", "model.embed_tokens."),
     ("transformer.ln_f.", "model.norm."),
     ("transformer.h.", "model.layers."),
@@ -53,7 +55,7 @@ _RENAMED = (
     (".mlp.c_fc_1.", ".mlp.up_proj."),
     (".mlp.c_proj.", ".mlp.down_proj."),
 )
-"""Parts of names in Mixtral, GraniteMoE and EXAONE 3, in the order in which they are replaced."""
+"""Parts of names in Llama 4, Mixtral, GraniteMoE and EXAONE 3, in the order in which they are replaced."""
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _MIXTRAL_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(w[123])\.(\w+)")
 _WEIGHT = re.compile(r"model\.layers\..*(?:\.weight|\.experts\.(?:gate_up_proj|down_proj))")

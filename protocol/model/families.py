@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.chunked_config import CHUNKED
 from quire.protocol.model.config_fields import Fields
 from quire.protocol.model.encoder_config import ENCODERS
 
@@ -32,9 +33,10 @@ class Family:
             ``attention_out_bias`` if there is one.
         scaled_embedding: embeddings are multiplied by ``sqrt(hidden_size)``.
         experts: the feed-forward layers are mixtures of experts.
-        gate: how experts are chosen if they may be in groups, or have a dense layer beside them: by softmaxes, or by
-            sigmoids with a bias; "": they may not.
+        gate: how experts are chosen if they may be in groups, or have a dense layer beside them: by softmaxes, by
+            sigmoids with a bias, or by scores whose sigmoids multiply the inputs; "": they may not.
         latent: attention is over latents.
+        chunked: attention is that of Llama 4 (``chunked_config.py``).
         rope_in_windows: if layers have sliding windows, those without one have no rotary embedding.
     """
 
@@ -46,8 +48,9 @@ class Family:
     o_bias: bool | None = None
     scaled_embedding: bool = False
     experts: bool = False
-    gate: Literal["", "softmax", "sigmoid"] = ""
+    gate: Literal["", "softmax", "sigmoid", "inputs"] = ""
     latent: bool = False
+    chunked: bool = False
     rope_in_windows: bool = False
 
 
@@ -128,6 +131,38 @@ _DEEPSEEK = {
     "rope_interleave": True,
 }
 _GLM4_NORMS = ["input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"]
+_LLAMA4 = Family(
+    defaults={
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "norm_topk_prob": False,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+    },
+    fields={
+        "intermediate_size": "intermediate_size_mlp",
+        "moe_intermediate_size": "intermediate_size",
+        "decoder_sparse_step": "interleave_moe_layer_step",
+    },
+    experts=True,
+    gate="inputs",
+    chunked=True,
+)
 _CWM_ROPE = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
 
 FAMILIES: dict[str, Family] = {
@@ -352,11 +387,12 @@ FAMILIES: dict[str, Family] = {
         experts=True,
         gate="sigmoid",
     ),
+    "Llama4ForCausalLM": _LLAMA4,
 }
 
 
-_TEXT_PARTS = {"Gemma3Text": "Gemma3"}
-_NESTED = ("Gemma3",)
+_TEXT_PARTS = {"Gemma3Text": "Gemma3", "Llama4Text": "Llama4"}
+_NESTED = ("Gemma3", "Llama4")
 
 
 def family_of(architecture: str) -> tuple[str, Head]:
@@ -387,9 +423,13 @@ def layer_types(family: Family, config: Fields, num_layers: int) -> list[str]:
     if given is not None:
         if not isinstance(given, list) or len(given) != num_layers:
             raise ConfigError(f"{where}: layer_types must be a list of {num_layers} names")
-        types = [config.choice("layer_types", name, LAYER_TYPES) for name in given]
+        known = (LAYER_TYPES[0], CHUNKED) if family.chunked else LAYER_TYPES
+        types = [config.choice("layer_types", name, known) for name in given]
         if "sliding_attention" not in types or family.slides is not None:
             return types
+    if family.chunked:
+        whole = layers_without_rope(config, num_layers)
+        return [LAYER_TYPES[0] if layer in whole else CHUNKED for layer in range(num_layers)]
     if family.slides is None:
         if given is not None or config.has("sliding_window") or config.raw.get("use_sliding_window"):
             raise ConfigError(f"{where}: use_sliding_window: sliding windows are not supported for this architecture")
@@ -415,7 +455,7 @@ def layers_without_rope(config: Fields, num_layers: int) -> list[int]:
     """Return the layers without rotary embedding; ``no_rope_layers`` has, despite its name, a 1 for each layer *with*
     one.
     """
-    if config.has("no_rope_layers"):
+    if config.raw.get("no_rope_layers") not in (None, []):
         rotates = config.integers("no_rope_layers", high=1)
         if len(rotates) < num_layers:
             raise ConfigError(f"{config.where}: no_rope_layers must have an entry for each of {num_layers} layers")

@@ -232,23 +232,24 @@ def kv_layout(model: ModelConfig, block_size: int, dtype: str) -> KVLayout:
     """
     if model.encoder is not None:
         return KVLayout(groups=[], num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype=dtype)
-    kinds: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    kinds: dict[tuple[int, int, tuple[int, int]], list[int]] = {}
     for layer in range(model.num_layers):
         if model.cache_source(layer) == layer:
-            kinds.setdefault((model.window(layer), model.kv_shape(layer)), []).append(layer)
-    widths = [len(layers) * prod(shape) for (_, shape), layers in kinds.items()]
+            kinds.setdefault((model.window(layer), model.chunk(layer), model.kv_shape(layer)), []).append(layer)
+    widths = [len(layers) * prod(shape) for (*_, shape), layers in kinds.items()]
     width = max(widths) if max(widths) <= GROUP_RATIO * min(widths) else min(widths)
-    width = max(width, *(prod(shape) for _, shape in kinds))
+    width = max(width, *(prod(shape) for *_, shape in kinds))
     groups = []
-    # Sorted, so that scheduler and workers number the groups alike; full attention, whose window is 0, comes first.
-    for (window, shape), layers in sorted(kinds.items()):
-        kind = "sliding_window" if window else "full_attention" if model.latent is None else "latent_attention"
+    whole = "full_attention" if model.latent is None else "latent_attention"
+    # Sorted, so that scheduler and workers number the groups alike; full attention, which has neither, comes first.
+    for (window, chunk, shape), layers in sorted(kinds.items()):
+        kind = "sliding_window" if window else "chunked_local" if chunk else whole
         own_shape = shape if model.kv_shapes else (0, 0)
         # Layers with smaller entries are more to a block, rather than tokens: blocks of more tokens would cut all hits
         # to their multiples. Pools per group would need a size each, which depends on prompts that are not known.
         size = width // prod(shape)
         cuts = [layers[start : start + size] for start in range(0, len(layers), size)]
-        groups += [KVGroup(kind, block_size, cut, window, *own_shape) for cut in cuts]
+        groups += [KVGroup(kind, block_size, cut, window or chunk, *own_shape) for cut in cuts]
     states = state_tensors(model, model.dtype)
     return KVLayout(groups, model.num_kv_heads, model.head_dim, dtype, states, STATE_GRID)
 

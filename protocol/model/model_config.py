@@ -12,6 +12,7 @@ import msgspec
 
 from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.checkpoint_links import check_links
+from quire.protocol.model.chunked_config import QueryScale, parse_chunked
 from quire.protocol.model.config_fields import Fields, read_json, token_ids
 from quire.protocol.model.encoder_config import (
     ACTIVATIONS,
@@ -65,6 +66,7 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_groups, top_groups: equal groups of experts, and those with the best experts, of which experts are chosen.
         scaling_factor: factor on the weights of the selected experts.
         shared_width: width of a dense layer beside the experts, for all tokens; 0: none.
+        scales_inputs: experts are chosen by their scores, whose sigmoids multiply the experts' inputs, not the outputs.
     """
 
     num_experts: int
@@ -80,11 +82,12 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     top_groups: int = 1
     scaling_factor: float = 1.0
     shared_width: int = 0
+    scales_inputs: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether experts are chosen by their softmaxes alone."""
-        return not self.sigmoid and self.num_groups == 1 and self.scaling_factor == 1.0
+        return not (self.sigmoid or self.scales_inputs) and self.num_groups == 1 and self.scaling_factor == 1.0
 
     def divides_among(self, ranks: int) -> bool:
         """Whether ranks can share the experts' width: evenly, or in MXFP4 in whole blocks, one or more each."""
@@ -100,7 +103,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         architecture: name of the causal language model of the family, also if the checkpoint has another head.
         rope: rotary embedding of all layers except ``local_rope_layers``, which use ``local_rope``, and
             ``no_rope_layers``.
-        qk_norm: normalisation of queries and keys: per head, over the projection's whole width, or none.
+        qk_norm: normalisation of queries and keys: per head, over the projection's whole width, per head without a
+            weight in the layers with rotary embedding (unit), or none.
         activation: silu, gelu or gelu_tanh.
         norms: position of the norms: before each sublayer, after it (before the residual sum), or both.
         norm_offset: offset added to stored norm weights.
@@ -128,6 +132,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             and values.
         extra_layers: layers after the last one, which predict further tokens and are not read.
         vision: what its vision tower means for prompts; None: it reads text only.
+        unread_vision: the checkpoint has a vision part that is not loaded.
+        chunks: per layer without a window, the tokens of a chunk: a token attends to none before the beginning of its
+            chunk (Llama 4); 0: none. Empty: none in any layer.
+        query_scale: scales the queries of ``no_rope_layers`` by their positions; None: nothing does.
     """
 
     architecture: str
@@ -145,7 +153,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: Literal["", "head", "width"] = ""
+    qk_norm: Literal["", "head", "width", "unit"] = ""
     dtype: str = "bfloat16"
     eos_token_ids: list[int] = []
     local_rope: RopeConfig | None = None
@@ -176,6 +184,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     latent: LatentConfig | None = None
     extra_layers: int = 0
     vision: VisionConfig | None = None
+    unread_vision: bool = False
+    chunks: list[int] = []
+    query_scale: QueryScale | None = None
 
     @property
     def implementation(self) -> str:
@@ -189,6 +200,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
+
+    def chunk(self, layer: int) -> int:
+        return self.chunks[layer] if self.chunks else 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
         """Return a layer's number of KV heads and their dimension, which its queries have too."""
@@ -294,8 +308,9 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     family = FAMILIES[architecture]
     weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
     field, vision = _merged(raw, family, where), None
-    if (named := named_architecture(raw)) in VISION_FAMILIES:
-        vision = read_vision(raw, named, field)
+    eyes = VISION_FAMILIES.get(named_architecture(raw))
+    if eyes is not None and eyes.is_read:
+        vision = read_vision(raw, named_architecture(raw), field)
         field = Fields(without_sections(field.raw), where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
@@ -313,6 +328,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     rope, local_rope = parse_ropes(field, *rotated, max_position)
     types = layer_types(family, field, num_layers)
     bias = field.flag("attention_bias")
+    moe = _moe(field, num_layers, architecture, family) if family.experts else None
     return ModelConfig(
         architecture=architecture,
         vocab_size=field.size("vocab_size", high=2**24),
@@ -336,15 +352,17 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         eos_token_ids=sorted(set(eos_token_ids or [])),
         windows=_unless_trivial(layer_windows(family, field, types, max_position)),
         cache_sources=cache_sources(field, types),
-        moe=_moe(field, num_layers, architecture, family) if family.experts else None,
+        moe=moe if moe is not None and moe.layers else None,
         fp8_kv_cache=fp8_kv_cache,
         weight_format=weight_format,
         kv_shapes=[] if whole == own else [own if name == "sliding_attention" else whole for name in types],
         generates=head == "tokens",
         extra_layers=field.size("num_nextn_predict_layers", default=0, low=0, high=64) if family.gate else 0,
         vision=vision,
+        unread_vision=eyes is not None and vision is None,
         **_scales(field, family, hidden)
         | ({} if latent is None else _latent_settings(field, latent, rope))
+        | (parse_chunked(field, types, rope, max_position) if family.chunked else {})
         | dict(family.model_settings),
     )
 
@@ -459,7 +477,9 @@ def _moe(field: Fields, num_layers: int, architecture: str, family: Family) -> M
         num_experts=count,
         num_experts_per_token=chosen,
         intermediate_size=field.size("moe_intermediate_size", default=field.size("intermediate_size")),
-        layers=[layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0],
+        layers=[layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
+        if family.gate != "inputs" or not field.has("moe_layers")
+        else sorted(set(field.integers("moe_layers", high=num_layers - 1))),
         renormalise=field.flag("norm_topk_prob", default=True),
         bias=gpt_oss,
         activation="swiglu_oai" if gpt_oss else _activation(field),
@@ -485,6 +505,8 @@ def _gate(field: Fields, family: Family, count: int, chosen: int) -> dict[str, A
     """Return how experts are chosen, and the width of the dense layer beside them."""
     if not family.gate:
         return {}
+    if family.gate == "inputs":
+        return {"scales_inputs": True, "shared_width": field.size("moe_intermediate_size")}
     field.choice("scoring_func", field.raw.get("scoring_func") or family.gate, (family.gate,))
     grouped = family.gate == "sigmoid"
     if not grouped:

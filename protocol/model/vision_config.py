@@ -41,6 +41,7 @@ class VisionFamily:
         mrope_section, mrope_interleaved, is_causal: as in ``VisionConfig``.
         deepstack: layers of the tower whose rows are added to the residual stream.
         flat: older checkpoints have the settings of the language model beside those of the tower.
+        is_read: images are read; otherwise the checkpoint reads text only.
     """
 
     text: str
@@ -50,6 +51,7 @@ class VisionFamily:
     is_causal: bool = True
     deepstack: tuple[int, ...] = ()
     flat: bool = False
+    is_read: bool = True
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -64,6 +66,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "Qwen3VLForConditionalGeneration": VisionFamily(
         "qwen3_vl_text", 151655, (24, 20, 20), mrope_interleaved=True, deepstack=(8, 16, 24)
     ),
+    "Llama4ForConditionalGeneration": VisionFamily("llama4_text", 200092, is_read=False),
 }
 
 
@@ -98,6 +101,7 @@ TEXT_MODELS: dict[str, TextModel] = {
         "MistralForCausalLM", _sizes(4096, 14336, 32, 32, 32000, 4096 * 32) | {"num_key_value_heads": 8}
     ),
     "gemma3_text": TextModel("Gemma3ForCausalLM"),
+    "llama4_text": TextModel("Llama4ForCausalLM"),
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN2_VL_TEXT,
     "qwen2_5_vl_text": _QWEN2_VL_TEXT,

@@ -46,7 +46,8 @@ class Roofline(ModelOnChips):
     """Counts products and bytes of weights, KV and hidden states, and two all-reduces per layer.
 
     Heads and intermediate widths are split across the ranks, hidden states are not. Tokens choose experts uniformly and
-    independently, so that few tokens read few experts. Windows bound contexts, for decodes their mean context.
+    independently, so that few tokens read few experts. Windows bound contexts, for decodes their mean context; chunks
+    do at half their length, which is what their tokens see on average.
     """
 
     def __init__(self, model: ModelConfig, chip: Chip, tensor_parallel_size: int = 1) -> None:
@@ -59,7 +60,8 @@ class Roofline(ModelOnChips):
         self._streamed = chip.bandwidth * chip.memory_efficiency
         shapes = layer_shapes(model)
         self._shapes = Counter(shapes)
-        self._attention = Counter((model.window(layer), *shape[:2]) for layer, shape in enumerate(shapes))
+        reaches = [model.window(layer) or -(-model.chunk(layer) // 2) for layer in range(len(shapes))]
+        self._attention = Counter((reach, *shape[:2]) for reach, shape in zip(reaches, shapes, strict=True))
         self._by_tokens: dict[int, float] = {}
         self._by_samples: dict[int, float] = {}
 

@@ -42,6 +42,7 @@ def _same(one: dict[int, Answer], other: dict[int, Answer]) -> None:
     [
         pytest.param("llama", "1", id="llama-native"),
         pytest.param("llama", "0", id="llama-torch", marks=pytest.mark.full),
+        pytest.param("llama4", "1", id="llama4-native", marks=pytest.mark.full),
         pytest.param("qwen3", "1", id="qwen3-native", marks=pytest.mark.full),
         pytest.param("qwen3", "0", id="qwen3-torch", marks=pytest.mark.slow),
     ],

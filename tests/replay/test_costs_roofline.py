@@ -139,6 +139,8 @@ class TestRoofline:
         assert near == far
         assert cost.seconds(StepShape([(512, 30_000)], 0, 0, 1)) == cost.seconds(StepShape([(512, 20_000)], 0, 0, 1))
         assert cost.seconds(StepShape([], 8, 8 * 2000, 8)) < near
+        chunked = Roofline(msgspec.structs.replace(model, windows=[], chunks=[8192] * model.num_layers), H200)
+        assert chunked.seconds(StepShape([], 8, 8 * 50_000, 8)) == far  # 8192 tokens see 4096 on average
 
     def test_memory_for_the_kv_cache(self) -> None:
         chip = CHIPS["h100"]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from quire.kernels.attention.attention_tiles import AttentionShape
+from quire.kernels.attention.attention_work import first_key
 from quire.kernels.common.launches import layout_of
 from quire.worker_proc.attention.supports import Supports
 
@@ -39,8 +40,9 @@ class StepBatch:
         slot_mapping: int64 ``[num_tokens]`` on the device: slot of each token's key and value; negative: not written.
         query_lens_cpu, seq_lens_cpu: int32 ``[num_rows]``, the lengths on the host.
         block_size: tokens per block of the table: of the kernels' blocks, which may be smaller than the pool's.
-        window: number of tokens that a token of this group sees, itself included; 0: all before it. Blocks left of the
-            window of a row's first query are undefined, because the scheduler may have freed them.
+        window: number of tokens that a token of this group sees, itself included; 0: all before it.
+        chunk: tokens of a chunk: a token of this group sees none before the beginning of its own; 0: no chunks. Blocks
+            left of what a row's first query sees are undefined, because the scheduler may have freed them.
         prefixes: prefixes that rows share; a row is in at most one. A backend may ignore them.
         layer_shapes: shapes of the layers that will use the plan: a backend that plans by shape does so at once.
         second_texts: int32 ``[num_rows]``, on the host: index of the first token of each row's second text, or 0;
@@ -58,6 +60,7 @@ class StepBatch:
     seq_lens_cpu: npt.NDArray[np.int32]
     block_size: int
     window: int = 0
+    chunk: int = 0
     prefixes: tuple[SharedPrefix, ...] = ()
     layer_shapes: tuple[AttentionShape, ...] = ()
     second_texts: npt.NDArray[np.int32] | None = None
@@ -71,10 +74,12 @@ class StepBatch:
     @property
     def first_visible(self) -> npt.NDArray[np.int32]:
         """First position that any query of the row sees, int32 ``[num_rows]``."""
-        context: npt.NDArray[np.int32] = self.seq_lens_cpu - self.query_lens_cpu
-        if self.window:
-            return np.maximum(context - (self.window - 1), 0)
-        return np.zeros_like(context)
+        first: npt.NDArray[np.int32] = self.first_key(self.seq_lens_cpu - self.query_lens_cpu)
+        return first
+
+    def first_key(self, position: Any) -> Any:
+        """Return the first position that a token sees, for an int or an array of its positions."""
+        return first_key(position, self.window, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def _attend_token(
     """Compute attention of the query at ``position`` of a row, ``[num_heads, head_dim]``."""
     size = batch.block_size
     tile_blocks = -(-TILE_TOKENS // size)
-    start = max(position - batch.window + 1, 0) if batch.window else 0
+    start = int(batch.first_key(position))
     by_head = (spec.num_kv_heads, -1, 1)
     scaled = query.float().view(spec.num_kv_heads, -1, spec.head_dim) * spec.scale
     if spec.k_scale is not None:

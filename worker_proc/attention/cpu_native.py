@@ -37,7 +37,7 @@ class NativeStep(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
         *((name, ctypes.c_void_p) for name in ("prefix_of_row", "prefix_lens")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_width", "table_stride")),
-        *((name, ctypes.c_int64) for name in ("block_size", "window", "num_prefixes")),
+        *((name, ctypes.c_int64) for name in ("block_size", "window", "chunk", "num_prefixes")),
     )
 
     @classmethod
@@ -123,6 +123,7 @@ class NativeAttention:
             table.stride(0),
             batch.block_size,
             batch.window,
+            batch.chunk,
             0 if prefixes is None else len(prefixes[1]),
         )
         return NativePlan(step, batch, prefixes)

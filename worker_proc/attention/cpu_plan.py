@@ -37,7 +37,7 @@ class DecodeTile:
         cache_rows: int64 ``[2 * rows * num_kv_heads * blocks]``: indices to gather from a cache viewed as
             ``[2 * num_blocks * num_kv_heads, block_size * head_dim]``.
         mask: ``[rows, 1, 1, blocks * block_size]`` in the queries' dtype: 0, or -inf for positions that the row's query
-            does not see (past its length and left of its window).
+            does not see (past its length, left of its window or before its chunk).
         tail: int64: indices into ``[2 * rows * num_kv_heads * blocks * block_size]`` of the slots in gathered blocks
             that the query does not see.
     """
@@ -55,22 +55,22 @@ class ChunkRow:
     Attributes:
         tokens: slice of the step's tokens.
         context: number of tokens before them.
-        window: as in the batch.
-        fresh: the row has no context, and no window hides a token: its queries see only the step's own keys.
+        first_keys: int64 ``[tokens]``: the first position that each of them sees; never decreases.
+        fresh: the row has no context, and sees all of it: its queries see only the step's own keys.
         gathered_from: position of the first gathered key.
         cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile.
     """
 
     tokens: slice
     context: int
-    window: int
+    first_keys: _Int
     fresh: bool
     gathered_from: int
     cache_rows: torch.Tensor
 
     def first_key(self, query: int) -> int:
         """Return the first position that the row's ``query``-th new token sees."""
-        return max(self.context + query - self.window + 1, 0) if self.window else 0
+        return int(self.first_keys[query])
 
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return the mask of queries ``[first, last)``: bool ``[queries, keys]``, true where a key is hidden.
@@ -80,7 +80,8 @@ class ChunkRow:
         query = torch.arange(self.context + first, self.context + last)[:, None]
         key = torch.arange(self.first_key(first), self.context + last)
         hidden = key > query
-        return hidden | (key <= query - self.window) if self.window else hidden
+        lowest = self.first_keys[first:last]
+        return hidden | (key < torch.from_numpy(lowest)[:, None]) if lowest[-1] > lowest[0] else hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +238,12 @@ def decode_tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Te
 def _chunk(batch: StepBatch, row: int, start: int, length: int, total: int, kv_cache: torch.Tensor) -> ChunkRow:
     first_block = int(batch.first_visible[row]) // batch.block_size
     block_ids = batch.block_table[row : row + 1, first_block : -(-total // batch.block_size)].long()
-    reach = batch.window or total
+    first_keys = batch.first_key(np.arange(total - length, total))
     return ChunkRow(
         tokens=slice(start, start + length),
         context=total - length,
-        window=batch.window,
-        fresh=total == length <= reach,
+        first_keys=first_keys,
+        fresh=total == length and first_keys[-1] == 0,
         gathered_from=first_block * batch.block_size,
         cache_rows=_head_rows(block_ids, kv_cache).view(-1),
     )

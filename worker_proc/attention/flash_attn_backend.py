@@ -58,6 +58,7 @@ _EITHER = Supports(
     mixed_cache=False,
     head_dim_multiple=8,
     max_head_dim=256,
+    chunks=False,
     sinks=False,
     latents=False,
     deterministic=False,

@@ -35,6 +35,7 @@ SUPPORTS = Supports(
     fp8_cache=True,
     mixed_cache=False,
     head_dims=(64, 128, 256),
+    chunks=False,
     sinks=False,
     latents=False,
     deterministic=False,

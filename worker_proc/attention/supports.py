@@ -24,6 +24,7 @@ class Needs:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     windows: bool = False
+    chunks: bool = False
     soft_cap: bool = False
     sinks: bool = False
     latents: bool = False
@@ -41,6 +42,8 @@ class Needs:
             dtype=getattr(torch, config.dtype),
             kv_dtype=getattr(torch, layout.dtype),
             windows=any(group.kind == "sliding_window" for group in layout.groups),
+            # Of the model: the one group of a draft model's layout is of another kind.
+            chunks=any(model.chunks),
             soft_cap=model.attention_soft_cap > 0,
             sinks=model.attention_sinks,
             latents=model.latent is not None,
@@ -77,6 +80,7 @@ class Supports:
     block_sizes: tuple[int, ...] = ()
     block_multiple: int = 1
     windows: bool = True
+    chunks: bool = True
     soft_cap: bool = True
     sinks: bool = True
     latents: bool = True
@@ -104,6 +108,7 @@ class Supports:
         missing = [*self._lacks_device(capability), *self._lacks_sizes(needs), *self._lacks_dtypes(needs)]
         features = {
             "sliding windows": needs.windows and not self.windows,
+            "chunked local attention": needs.chunks and not self.chunks,
             "a soft cap on scores (attn_logit_softcapping)": needs.soft_cap and not self.soft_cap,
             "attention sinks": needs.sinks and not self.sinks,
             "latent attention": needs.latents and not self.latents,

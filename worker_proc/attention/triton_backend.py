@@ -54,6 +54,7 @@ class TritonPlan:
                 shape,
                 batch.seq_lens.device,
                 window=batch.window,
+                chunk=batch.chunk,
                 common_prefix_len=0 if self.fixed_split else common_prefix(batch),
                 fixed_split=self.fixed_split,
                 num_tokens=num_tokens,

@@ -13,14 +13,14 @@ from quire.worker_proc.attention.layer_launches import LayerLaunches
 
 
 class DecodeBufferPool:
-    """Buffers for plans: one set per layer shape, window and query length, shared by all steps and graphs."""
+    """Buffers for plans: one set per layer shape, window or chunk, and query length, shared by all steps and graphs."""
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._made: dict[tuple[AttentionShape, int, int], DecodeBuffers] = {}
+        self._made: dict[tuple[AttentionShape, int, int, int], DecodeBuffers] = {}
 
     def of(self, shape: AttentionShape, batch: StepBatch, device: torch.device, max_query_len: int) -> DecodeBuffers:
-        key = (shape, batch.window, max_query_len)
+        key = (shape, batch.window, batch.chunk, max_query_len)
         if key not in self._made:
             tile = next_power_of_two(max_query_len)
             self._made[key] = allocate_decode(shape, self._max_rows, device, max_query_len=tile)
@@ -41,5 +41,7 @@ class DecodePlan:
         if shape not in self._plans:
             batch = self.batch
             buffers = self.pool.of(shape, batch, batch.seq_lens.device, self.max_query_len)
-            self._plans[shape] = plan_decode(buffers, batch.query_start_loc, batch.seq_lens, window=batch.window)
+            self._plans[shape] = plan_decode(
+                buffers, batch.query_start_loc, batch.seq_lens, window=batch.window, chunk=batch.chunk
+            )
         return self._plans[shape]

@@ -1,6 +1,7 @@
 """Wakes a loop that waits for messages when the device has finished a step, or another thread its work."""
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -12,8 +13,9 @@ class StepWatcher:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waits: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._waits: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
+        self._end: weakref.finalize[..., StepWatcher] = weakref.finalize(self, os.close, self._fd)
 
     def fileno(self) -> int:
         """Readable after a watched step has finished, or a call of ``wake``, until ``fired`` is called."""
@@ -22,8 +24,11 @@ class StepWatcher:
     def watch(self, wait: Callable[[], None]) -> None:
         """Make the descriptor readable when ``wait``, which must not hold the GIL while it waits, has returned."""
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="step watcher", daemon=True)
+            self._thread = Thread(target=_run, args=(self._fd, self._waits), name="step watcher", daemon=True)
             self._thread.start()
+            # From now on the thread closes the descriptor: it must not write to another one with the same number.
+            self._end.detach()
+            self._end = weakref.finalize(self, self._waits.put, None)
         self._waits.put(wait)
 
     def wake(self) -> None:
@@ -37,9 +42,10 @@ class StepWatcher:
         except BlockingIOError:
             return False
 
-    def _run(self) -> None:
-        while True:
-            wait = self._waits.get()
-            with suppress(Exception):  # the loop gets an error of the device when it reads the result
-                wait()
-            self.wake()
+
+def _run(fd: int, waits: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (wait := waits.get()) is not None:
+        with suppress(Exception):  # the loop gets an error of the device when it reads the result
+            wait()
+        os.eventfd_write(fd, 1)
+    os.close(fd)

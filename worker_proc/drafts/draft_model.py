@@ -75,7 +75,7 @@ class DraftModelProposer:
         self._drafted_from = np.zeros(max_rows, np.int64)
         config = draft.model.config
         sources = [config.cache_source(layer) for layer in range(config.num_layers)]
-        self._windows = [config.window(source) for source in sources]
+        self._reaches = [(config.window(source), config.chunk(source)) for source in sources]
         batch.register(self)
 
     @property
@@ -190,17 +190,17 @@ class DraftModelProposer:
         sent = self._transfer(starts_of_rows, seq_lens, positions, slots, ids)
         table = self._table.rows(rows, int(seq_lens.max()), self._transfer)
         plans = {
-            window: self._draft.backend.plan(
+            reach: self._draft.backend.plan(
                 StepBatch(
-                    *(sent[0], sent[1], table, sent[3], query_lens, seq_lens, self._table.block_size, window),
+                    *(sent[0], sent[1], table, sent[3], query_lens, seq_lens, self._table.block_size, *reach),
                     layer_shapes=(self._draft.model.attention_shape(0),),
                     send=self._transfer,
                 )
             )
-            for window in dict.fromkeys(self._windows)
+            for reach in dict.fromkeys(self._reaches)
         }
         self._transfer.send()
-        layer_plans = [plans[window] for window in self._windows]
+        layer_plans = [plans[reach] for reach in self._reaches]
         inputs = Inputs(sent[4] if tokens is None else tokens, sent[2])
         return self._draft.model(inputs, self._draft.kv_caches, layer_plans, self._draft.backend).hidden
 

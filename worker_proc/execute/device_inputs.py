@@ -63,7 +63,7 @@ class InputSender:
         self._batch, self._tables, self._groups, self._shapes = batch, tables, groups, shapes
         self._last_sampled, self._transfer, self._fields_of = last_sampled, transfer, fields_of
         self._states, self._items = states, items
-        # Only full attention groups: a window may have passed the prefix.
+        # Only full attention groups: a window or a chunk may have passed the prefix.
         self._prefixes = [
             SharedPrefixes(tables, index) if group.keeps_all else None for index, group in enumerate(groups)
         ]
@@ -98,6 +98,7 @@ class InputSender:
                 seq_lens_cpu=inputs.seq_lens,
                 block_size=table.block_size,
                 window=group.sliding_window,
+                chunk=group.chunk,
                 prefixes=() if prefixes is None else prefixes.of_step(inputs.rows, contexts),
                 layer_shapes=shapes,
                 send=self._transfer,

@@ -103,6 +103,7 @@ class Forward:
                 seq_lens_cpu=_NO_LENGTHS,
                 block_size=table.block_size,
                 window=group.sliding_window,
+                chunk=group.chunk,
             )
             for table, group, slots in zip(self.tables.tables, self.groups, slot_mapping, strict=True)
         ]

@@ -42,12 +42,15 @@ class Attention(Module):
         self.o = build.columns_linear("self_attn.o_proj", config.hidden_size, own, total, config.o_bias)
         self.q_norm: torch.nn.Parameter | None = None
         self.k_norm: torch.nn.Parameter | None = None
-        if config.qk_norm:
+        if config.qk_norm in ("head", "width"):
             per_head = config.qk_norm == "head"
             self.q_norm = build.norm(dim if per_head else heads.num_heads * dim)
             self.k_norm = build.norm(dim if per_head else heads.num_kv_heads * dim)
         self.sinks = build.weight(heads.num_heads, dtype=torch.float32) if config.attention_sinks else None
         in_backend = config.qk_norm == "head"
+        # Rotation keeps the norm of a head, so a norm before it, as backends compute it, is that of Llama 4 after it.
+        is_unit = config.qk_norm == "unit" and layer not in config.no_rope_layers
+        ones = torch.ones(dim, dtype=build.activation_dtype, device=build.device) if is_unit else None
         self.spec = AttentionSpec(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -55,8 +58,8 @@ class Attention(Module):
             scale=dim**-0.5 if config.attention_scale is None else config.attention_scale,
             soft_cap=config.attention_soft_cap,
             sinks=self.sinks,
-            q_norm=self.q_norm if in_backend else None,
-            k_norm=self.k_norm if in_backend else None,
+            q_norm=self.q_norm if in_backend else ones,
+            k_norm=self.k_norm if in_backend else ones,
             norm_eps=config.rms_norm_eps,
         )
 

@@ -3,7 +3,7 @@
 Experts are stored as one tensor each (Mixtral's ``w1``, ``w2``, ``w3``; Qwen's ``gate_proj``, ``up_proj``,
 ``down_proj``) or as one tensor per layer (``[experts, 2 * width, hidden]``, gate rows before up rows). gpt-oss stores
 one tensor per layer with inputs before outputs and gate and up interleaved, or blocks and scales of MXFP4, which have
-slots of their own.
+slots of their own. Llama 4 has inputs before outputs too, and gate before up.
 """
 
 import re
@@ -33,6 +33,8 @@ _KV_SCALE = re.compile(
 compressed-tensors (``k_proj.output_scale``), AutoFP8 (``kv_scale`` for both) and vLLM (``attn.k_scale``) name them."""
 UNREAD = (".weight_shape", ".input_scale", ".input_global_scale", ".output_scale")
 """Ends of names of tensors of a quantised layer that change nothing here."""
+_INPUTS_FIRST = ("GptOssForCausalLM", "Llama4ForCausalLM")
+"""Architectures whose tensors of all experts have inputs before outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
         return True
     if name == SCORE or (name == HEAD and not config.generates):
         return config.pooling is not None
-    if config.vision is not None and not is_text_tensor(name):
+    if (config.vision is not None or config.unread_vision) and not is_text_tensor(name):
         return True
     if _KV_SCALE.fullmatch(name) or (config.weight_format is not None and name.endswith(UNREAD)):
         return True
@@ -198,7 +200,7 @@ def _all_experts(
     shape = slot.shape
     rows = shape[0]
     matrix = (rows * len(parts), *shape[1:])
-    transposed = is_gpt_oss and kind == ""
+    transposed = config.architecture in _INPUTS_FIRST and kind == ""
     check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)), slot)
     sources = {}
     for expert in range(moe.num_experts):

@@ -20,6 +20,7 @@ from quire.worker_proc.models.linear import Linear
 from quire.worker_proc.models.mlp import GatedMlp, SparseMlp
 from quire.worker_proc.models.model import Inputs, Model, Outputs, scales_of
 from quire.worker_proc.models.module import Module
+from quire.worker_proc.models.query_scales import QueryScales, ScaledQueries
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.models.weights import Build
 
@@ -67,6 +68,8 @@ class Decoder(Model):
         if config.vision is not None and config.vision.mrope_section:
             sections, interleaved = config.vision.mrope_section, config.vision.mrope_interleaved
             self._axes = pair_axes(sections, self.rope.shape[-1] // 2, interleaved=interleaved).to(build.device)
+        scale = config.query_scale
+        self.query_scales = None if scale is None else QueryScales(scale, length, build.device)
 
     def attention_shape(self, layer: int) -> AttentionShape:
         spec = self.layers[layer].attention.spec
@@ -82,6 +85,9 @@ class Decoder(Model):
         rotary = self._rotary(self.rope, inputs.positions)
         local = rotary if self.local_rope is None else self._rotary(self.local_rope, inputs.positions)
         rotaries = {"": rotary, "local": local, "none": None}
+        attends = dict.fromkeys(rotaries, backend)
+        if self.query_scales is not None:
+            attends["none"] = ScaledQueries(backend, self.query_scales.of(inputs.positions))
         residual = self.embed_tokens(inputs.token_ids)
         tokens = None
         if inputs.given_embeddings is not None:
@@ -92,7 +98,8 @@ class Decoder(Model):
         for index, (layer, source) in enumerate(zip(self.layers, self._cache_sources, strict=True)):
             if index in wanted:
                 entered[index] = residual.clone() if pending is None else residual + pending
-            pending = layer(residual, pending, kv_caches[source], plans[source], backend, rotaries[layer.rope])
+            kind, cache, plan = layer.rope, kv_caches[source], plans[source]
+            pending = layer(residual, pending, cache, plan, attends[kind], rotaries[kind])
             if tokens is not None and index < len(inputs.added_rows):
                 residual.index_add_(0, tokens, inputs.added_rows[index].to(residual.dtype))
         return Outputs(join(self.build, residual, pending, self.norm), [entered[index] for index in wanted])

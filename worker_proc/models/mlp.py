@@ -84,7 +84,7 @@ class SparseMlp(Module):
         self.router = (
             build.rows_linear("mlp.{}", [Rows("gate", slice(0, count), count)], hidden, moe.bias, plain=True)
             if self.gate is None
-            else self.gate.scores
+            else self.gate
         )
         self.shared = GatedMlp(build, "mlp.shared_experts", moe.shared_width) if moe.shared_width else None
         additions = self._additions()
@@ -161,10 +161,26 @@ class SparseMlp(Module):
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
         ops, moe = self.build.ops, self.moe
         expert_ids, weights = self.route(self.router(x), moe.num_experts_per_token, renormalise=moe.renormalise)
-        out = ops.experts(x, self.experts, expert_ids, weights)
+        if moe.scales_inputs:
+            out = self._of_scaled_inputs(x, expert_ids, weights)
+        else:
+            out = ops.experts(x, self.experts, expert_ids, weights)
         if self.shared is not None:
             out += self.shared.own_share(x)
         return self.build.parallel.all_reduce(out)
+
+    def _of_scaled_inputs(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Sum the outputs of the chosen experts, whose inputs are multiplied by ``weights`` (Llama 4).
+
+        The first expert of each token, then the second: its rows are then those of the step, for which additions have
+        adapters. Checkpoints have one expert per token.
+        """
+        whole, parts = torch.ones_like(weights[:, :1]), []
+        for chosen in range(expert_ids.shape[1]):
+            own = slice(chosen, chosen + 1)
+            scaled = (x * weights[:, own]).to(x.dtype)
+            parts.append(self.build.ops.experts(scaled, self.experts, expert_ids[:, own].contiguous(), whole))
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     def prepack(self, *, deterministic: bool) -> bool:
         """Prepack every expert as ``Linear.prepack`` does: all of them or none."""
@@ -215,7 +231,7 @@ class SparseMlp(Module):
         held = self.part.stop - self.part.start
         interleaved = self.moe.activation == "swiglu_oai"
         gates, ups = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, held), slice(held, None))
-        slots = self.router.weight_slots() if self.gate is None else self.gate.weight_slots()
+        slots = self.router.weight_slots()
         slots |= {} if self.shared is None else self.shared.weight_slots()
         for pair in self.quantised:
             slots |= pair[0].weight_slots() | pair[1].weight_slots()

@@ -29,7 +29,7 @@ class DraftPlan:
     Attributes:
         config: the engine configuration as if the draft model were served alone.
         layout: one full attention group for all layers: blocks cover all tokens of a row, even for layers with a
-            window.
+            window or chunks.
         weight_bytes: bytes of weights on each rank.
         build: builds the model.
     """

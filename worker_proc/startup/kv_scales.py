@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quire.kernels.attention.attention_work import first_key
 from quire.kernels.common.fp8 import FP8_DTYPES
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
@@ -28,6 +29,9 @@ log = event_logger("worker")
 KVScales = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """Scales of keys and values per layer that owns a cache: float32 ``[1]`` or ``[num_kv_heads]``, of all ranks, on the
 host."""
+
+Reach = tuple[int, int]
+"""A layer's window and the tokens of its chunks, as in ``first_key``."""
 
 HEADROOM = 2.0
 """Calculated scales leave room for keys and values this many times as large as those of the calibration tokens. vLLM
@@ -125,18 +129,16 @@ class _WholeRow:
     """``LayerAttention`` of one row without context; cache of a layer: all its keys and values, unquantised."""
 
     def attend(
-        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: int, spec: AttentionSpec, rotary: Rotary | None
+        self, qkv: torch.Tensor, kv_cache: torch.Tensor, plan: Reach, spec: AttentionSpec, rotary: Rotary | None
     ) -> torch.Tensor:
-        """Compute attention; ``kv_cache`` is ``[2, num_tokens, num_kv_heads, head_dim]``, ``plan`` the window."""
+        """Compute attention; ``kv_cache`` is ``[2, num_tokens, num_kv_heads, head_dim]``, ``plan`` its reach."""
         tokens, heads, kv_heads = len(qkv), spec.num_heads, spec.num_kv_heads
         query = normalise_and_rotate(qkv[:, : heads + kv_heads], spec, rotary)
         if qkv.shape[1] > heads:
             kv_cache[0], kv_cache[1] = query[:, heads:], qkv[:, heads + kv_heads :]
             query = query[:, :heads]
-        distance = torch.arange(tokens, device=qkv.device)[:, None] - torch.arange(tokens, device=qkv.device)
-        hidden = distance < 0
-        if plan:
-            hidden |= distance >= plan
+        own = np.arange(tokens)
+        hidden = torch.from_numpy((own > own[:, None]) | (own < first_key(own, *plan)[:, None])).to(qkv.device)
         grouped = query.reshape(tokens, kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
         keys, values = kv_cache.transpose(1, 2).unsqueeze(2)
         out = attend_explicitly(grouped, keys, values, hidden, spec)
@@ -152,13 +154,13 @@ def _largest(model: Model, owners: list[int], length: int) -> torch.Tensor:
         for layer, shape in shapes.items()
     }
     sources = [config.cache_source(layer) for layer in range(config.num_layers)]
-    windows = [config.window(layer) for layer in range(config.num_layers)]
+    reaches = [(config.window(layer), config.chunk(layer)) for layer in range(config.num_layers)]
     positions = torch.arange(length, device=build.device)
     largest = torch.zeros(len(owners), 2, device=build.device)
     rows = np.random.default_rng(0).integers(config.vocab_size, size=(CALIBRATION_ROWS, length))
     for tokens in torch.from_numpy(rows).to(build.device):
         given = Inputs(tokens, positions, states=model.new_states(length, one_row=True))
-        model(given, [caches[source] for source in sources], windows, _WholeRow())
+        model(given, [caches[source] for source in sources], reaches, _WholeRow())
         found = torch.stack([caches[layer].float().abs().amax((1, 2, 3)) for layer in owners])
         largest = torch.maximum(largest, found)
     return largest

@@ -175,6 +175,8 @@ def _log_parts(config: EngineConfig, plan: MemoryPlan, adapter_bytes: int, exper
     log.info("model", architecture=model.architecture, implementation=model.implementation)
     if model.transformers is not None and is_native(model.architecture):
         log.warning("Quire's own code for this model is faster than transformers': omit --model-impl transformers")
+    if model.unread_vision:
+        log.info("the checkpoint's vision part is not loaded: the model reads text")
     if adapter_bytes:
         slots = config.max_loras + 1
         log.info("LoRA adapters", slots=slots, largest_mib=adapter_bytes / mib, reserved_mib=plan.adapters / mib)

@@ -47,6 +47,7 @@ struct Call {
     }
     // First key visible to a query.
     int64_t first_key(int64_t position) const {
+        if (step->chunk) return position / step->chunk * step->chunk;
         return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
     }
     // Splits that a row shares with others; the rest of a prefix is computed with the row's own keys. Rows that fill an

@@ -38,7 +38,7 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.flo
 
 
 @pytest.mark.parametrize("query_len", [1, 5, 13])
-@pytest.mark.parametrize("local", [{}, {"window": 4}], ids=str)
+@pytest.mark.parametrize("local", [{}, {"window": 4}, {"chunk": 5}], ids=str)
 def test_reference_equals_dense_attention(query_len: int, local: dict[str, int]) -> None:
     rng = torch.Generator().manual_seed(0)
     seq_len, num_heads, num_kv_heads, head_dim, block_size = 13, 6, 2, 8, 4
@@ -53,6 +53,8 @@ def test_reference_equals_dense_attention(query_len: int, local: dict[str, int])
     mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
     if "window" in local:
         mask &= position > position[:, None] - local["window"]
+    if "chunk" in local:
+        mask &= position // local["chunk"] == position[:, None] // local["chunk"]
     dense = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(0, 1)[None] for t in (query, key, value)),
         attn_mask=mask[seq_len - query_len :],
@@ -86,12 +88,14 @@ def test_reference_does_not_read_left_of_the_window() -> None:
     table = torch.tensor([[99, 99, 0]], dtype=torch.int32)
     step = (torch.ones(1, 1, 1), cache, table, torch.tensor([0, 1]), torch.tensor([10]))
     assert paged_attention_reference(*step, 1.0, window=2).isfinite().all()
-    with pytest.raises(IndexError):
-        paged_attention_reference(*step, 1.0, window=3)
+    assert paged_attention_reference(*step, 1.0, chunk=4).isfinite().all()
+    for too_far in ({"window": 3}, {"chunk": 7}):
+        with pytest.raises(IndexError):
+            paged_attention_reference(*step, 1.0, **too_far)
 
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9000)), min_size=1, max_size=12)
-LOCAL = st.sampled_from([Visible(), Visible(window=700), Visible(prefix_len=272)])
+LOCAL = st.sampled_from([Visible(), Visible(window=700), Visible(chunk=700), Visible(prefix_len=272)])
 
 
 def check_pieces(tiles: QueryTiles, pieces: np.ndarray[Any, Any]) -> dict[tuple[int, int], list[list[int]]]:
@@ -159,7 +163,7 @@ def test_long_rows_are_cut_and_equal_rows_stay_whole() -> None:
 
 
 @settings(deadline=None, max_examples=examples(30))
-@given(LENGTHS, st.sampled_from([Visible(), Visible(window=700)]))
+@given(LENGTHS, st.sampled_from([Visible(), Visible(window=700), Visible(chunk=700)]))
 def test_fixed_pieces_end_at_multiples(rows: list[tuple[int, int]], visible: Visible) -> None:
     lens = np.array([query_len for query_len, _ in rows])
     seqs = lens + np.array([context for _, context in rows])
@@ -211,6 +215,7 @@ def test_mixed_step_has_a_decode_and_a_prefill_launch() -> None:
     ("options", "message"),
     [
         ({"window": -1}, "window -1, .* negative"),
+        ({"window": 4, "chunk": 8}, "window 4, chunk 8: at most one may be given"),
         ({"common_prefix_len": 16, "window": 4}, "common_prefix_len: 16 cannot be combined with window 4"),
         ({"fixed_split": 100}, "fixed_split: 100 is not a multiple of 128"),
         ({"min_piece": 64}, "min_piece: 64 is not a positive multiple of 128"),

@@ -105,6 +105,7 @@ def make_case(device: torch.device) -> MakeCase:
         padding: int = 0,
         *,
         window: int = 0,
+        chunk: int = 0,
         prefix_len: int = 0,
         cache_dtype: torch.dtype | None = None,
     ) -> PagedCase:
@@ -125,7 +126,7 @@ def make_case(device: torch.device) -> MakeCase:
             if row:
                 block_ids[:shared] = block_table[0, :shared]
             cached_len = seq_len - query_len
-            visible = Visible(window).first_key(np.array([cached_len])).item()
+            visible = Visible(window, chunk).first_key(np.array([cached_len])).item()
             block_table[row, visible // block_size : len(block_ids)] = block_ids[visible // block_size :]
             position = torch.arange(visible, seq_len)
             slots = block_ids[position // block_size] * block_size + position % block_size
@@ -151,6 +152,7 @@ def make_case(device: torch.device) -> MakeCase:
             seq_lens_cpu=np.array(seq_lens, dtype=np.int32),
             block_size=block_size,
             window=window,
+            chunk=chunk,
         )
         return PagedCase(
             batch=batch,

@@ -246,16 +246,17 @@ class TestOtherFlags:
     def test_experts_are_kept_only_where_they_can_be(self) -> None:
         moe = MoeConfig(num_experts=4, num_experts_per_token=2, intermediate_size=8, layers=[0])
 
-        def kept(windows: list[int], **options: Any) -> EngineConfig:
-            model = msgspec.structs.replace(MODEL, moe=moe, windows=windows)
+        def kept(windows: list[int], chunks: list[int] | None = None, **options: Any) -> EngineConfig:
+            model = msgspec.structs.replace(MODEL, moe=moe, windows=windows, chunks=chunks or [])
             return make_engine_config(parse_options({"enable_return_routed_experts": True, **options}, "LLM"), model)
 
         assert not config_of().enable_return_routed_experts
         assert kept([0, 8]).enable_return_routed_experts and kept([]).enable_return_routed_experts
         with pytest.raises(ConfigError, match="enable-return-routed-experts needs a model with experts, and Llama"):
             config_of(enable_return_routed_experts=True)
-        with pytest.raises(ConfigError, match="needs a layer without a sliding window"):
-            kept([8, 8])
+        for none_keeps_all in ([8, 8], []), ([8, 0], [0, 64]), ([], [64, 64]):
+            with pytest.raises(ConfigError, match="needs a layer without a sliding window or chunks"):
+                kept(*none_keeps_all)
         for given in ({"cpu_offload_bytes": 2**20}, {"ssd_cache_dir": "x", "ssd_cache_bytes": 2**20}):
             with pytest.raises(ConfigError, match="blocks that leave the pool would lose their experts"):
                 kept([0, 8], **given)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 GRID = "tests/kernels/grid"
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "smollm3", "granite"),
-    *("gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss"),
+    *("gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt_oss", "llama4"),
 )
 IN_BFLOAT16 = ("llama", "qwen3", "gemma3")
 

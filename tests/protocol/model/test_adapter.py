@@ -127,6 +127,28 @@ def test_matrices_of_all_experts_are_parts_of_each(tmp_path: Path) -> None:
     assert np.allclose(up.b.float32() @ up.a.float32(), expected)
 
 
+@pytest.mark.parametrize("rows", [12, 13])
+def test_matrices_of_experts_with_inputs_before_outputs(rows: int, tmp_path: Path) -> None:
+    """PEFT takes the inputs of Llama 4's experts for outputs: A has the columns of gates and ups."""
+    generator = np.random.default_rng(0)
+    prefix = "base_model.model.model.layers.0.feed_forward.experts"
+    a, b = (generator.standard_normal(shape).astype(np.float32) for shape in ((rows, 96), (32, 3 * 4)))
+
+    def stacked(tensors: Tensors) -> None:
+        tensors.clear()
+        tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"] = a, b
+
+    model = model_of(architectures=["Llama4ForCausalLM"], num_local_experts=4)
+    folder = make_adapter(tmp_path / "a", model, rank=3, change=stacked)
+    if rows == 13:
+        with pytest.raises(AdapterError, match=r"experts\.lora_A\.weight has shape \[13, 96\], but the model and"):
+            read(folder, model)
+        return
+    up = {part.module: part for part in read(folder, model).parts}["model.layers.0.mlp.experts.2.up_proj"]
+    expected = (b.reshape(32, 3, 4)[:, :, 2] @ a.reshape(4, 3, 96)[2]).T[48:]
+    assert np.allclose(up.b.float32() @ up.a.float32(), expected)
+
+
 def test_experts_and_routers_by_name(tmp_path: Path) -> None:
     model = model_of(**EXPERTS)
     names = ("gate", "gate_proj", "up_proj", "down_proj")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.chunked_config import QueryScale
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import ModelConfig, MoeConfig, parse_model_config
 from quire.protocol.model.rope_config import RopeConfig
@@ -336,6 +337,91 @@ class TestLatents:
     def test_what_does_not_fit_is_named(self, family: str, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message) as refusal:
             parse(f"{family}ForCausalLM", **changes)
+        assert str(refusal.value).startswith("config.json: ") and "\n" not in str(refusal.value)
+
+
+SCOUT: dict[str, Any] = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "model_type": "llama4",
+    "text_config": {
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": 4,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "max_position_embeddings": 10485760,
+        "no_rope_layers": [],
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_local_experts": 16,
+        "rope_scaling": {
+            "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "vocab_size": 202048,
+    },
+    "vision_config": {"hidden_size": 1408},
+}  # fmt: skip
+"""The fields of Llama 4 Scout's config.json that differ from the defaults, in an early form."""
+
+
+class TestLlama4:
+    def test_a_checkpoint_with_a_vision_part(self) -> None:
+        model = parse_model_config(SCOUT, "config.json")
+        assert model.moe == MoeConfig(
+            num_experts=16, num_experts_per_token=1, intermediate_size=8192, layers=[*range(48)], renormalise=False,
+            shared_width=8192, scales_inputs=True,
+        )  # fmt: skip
+        assert (model.intermediate_size, model.head_dim, model.qk_norm, model.interleaved_rope) == (
+            16384, 128, "unit", True,
+        )  # fmt: skip
+        assert model.no_rope_layers == [*range(3, 48, 4)] and model.query_scale == QueryScale(interval=8192, weight=0.1)
+        assert model.chunks == [8192, 8192, 8192, 0] * 12 and model.rope.kind == "llama3"
+
+    @pytest.mark.parametrize(
+        ("changes", "settings"),
+        [
+            ({"attention_chunk_size": None}, {"chunks": []}),
+            ({"attention_chunk_size": 512}, {"chunks": []}),
+            ({"attention_chunk_size": 64, "no_rope_layers": [1, 0, 1, 1, 1, 0]}, {"chunks": [64, 0, 64, 64, 64, 0]}),
+            ({"attention_chunk_size": 64, "layer_types": ["full_attention"] * 6}, {"chunks": []}),
+            ({"use_qk_norm": False, "attn_temperature_tuning": False}, {"qk_norm": "", "query_scale": None}),
+            ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "use_qk_norm": False}, {"qk_norm": ""}),
+        ],
+    )
+    def test_switches(self, changes: dict[str, Any], settings: dict[str, Any]) -> None:
+        model = parse("Llama4ForCausalLM", **changes)
+        assert {name: getattr(model, name) for name in settings} == settings
+
+    def test_layers_with_experts(self) -> None:
+        def layers(**changes: Any) -> list[int]:
+            moe = parse("Llama4ForCausalLM", **changes).moe
+            assert moe is not None
+            return moe.layers
+
+        assert layers(interleave_moe_layer_step=2) == [1, 3, 5]
+        assert layers(interleave_moe_layer_step=2, moe_layers=[4, 0]) == [0, 4]
+        assert parse("Llama4ForCausalLM", moe_layers=[]).moe is None
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"attention_chunk_size": 0}, "attention_chunk_size must be an integer from 1 to"),
+            ({"floor_scale": 0.5}, "floor_scale must be an integer from 1 to"),
+            ({"attn_scale": "much"}, "attn_scale must be a positive number"),
+            ({"attn_temperature_tuning": "on"}, "attn_temperature_tuning must be true or false"),
+            ({"layer_types": ["sliding_attention"] * 6}, "layer_types 'sliding_attention' is not supported"),
+            ({"moe_layers": [6]}, "moe_layers must be a list of integers from 0 to 5"),
+            ({"no_rope_layers": [1]}, "no_rope_layers must have an entry for each of 6 layers"),
+            (
+                {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+                "use_qk_norm is not supported with rope type yarn",
+            ),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as refusal:
+            parse("Llama4ForCausalLM", **changes)
         assert str(refusal.value).startswith("config.json: ") and "\n" not in str(refusal.value)
 
 

@@ -62,7 +62,7 @@ def ask(engine: InProcessEngine, *, plain: int = 0, **sampling: Any) -> dict[str
         if index < plain:
             engine.add(f"p{index}", [*PROMPT, 200 + index], temperature=1.0, seed=index, max_tokens=20)
     answers = engine.run()
-    engine.grammars.close()
+    engine.close()
     return answers
 
 
@@ -101,7 +101,7 @@ def test_chunks_preemption_and_other_requests_do_not_change_outputs(
     for index in range(6):
         alone.add(f"p{index}", [*PROMPT, 200 + index], temperature=1.0, seed=index, max_tokens=20)
     assert tokens(alone.run()) == {name: own for name, own in tokens(undisturbed).items() if name.startswith("p")}
-    alone.grammars.close()
+    alone.close()
 
 
 @pytest.mark.parametrize(("wrong_every", "asynchronous"), thinned([(2, True), (5, False), (10**6, True)], keep=0))
@@ -134,7 +134,7 @@ def test_other_kinds_of_constraints() -> None:
         own = StructuredOutputs(**fields)
         engine.add(name, PROMPT, temperature=1.0, seed=3, max_tokens=60, structured_outputs=own)
     answers = engine.run()
-    engine.grammars.close()
+    engine.close()
     for name, (_, pattern) in wanted.items():
         assert re.fullmatch(pattern, text_of(answers[name].tokens)), name
 
@@ -144,7 +144,7 @@ def test_a_resubmission_continues_after_its_delivered_tokens() -> None:
     whole = engine_of(DEMO)
     whole.add("a", PROMPT, temperature=1.0, seed=5, max_tokens=80, structured_outputs=StructuredOutputs(json=PERSON))
     output = whole.run()["a"].tokens
-    whole.grammars.close()
+    whole.close()
     again = engine_of(DEMO)
     again.add(
         "a",
@@ -156,7 +156,7 @@ def test_a_resubmission_continues_after_its_delivered_tokens() -> None:
         structured_outputs=StructuredOutputs(json=PERSON),
     )
     assert output[:9] + again.run()["a"].tokens == output
-    again.grammars.close()
+    again.close()
 
 
 @pytest.mark.full
@@ -167,7 +167,7 @@ def test_delivered_tokens_that_violate_the_grammar_fail_the_request_alone(random
     engine.add("bad", PROMPT, tokens_of("ab"), max_tokens=20, structured_outputs=digits)
     engine.add("good", PROMPT, tokens_of("1"), max_tokens=20, structured_outputs=digits)
     answers = engine.run()
-    engine.grammars.close()
+    engine.close()
     ended = answers["bad"].ended
     assert ended is not None and ended.reason == EndReason.ERROR
     assert ended.detail == "request_failed: a sampled token is not allowed by its grammar"
@@ -183,7 +183,7 @@ class TestThinking:
         wanted = StructuredOutputs(regex="[0-9]{4}")
         engine.add("a", prompt, temperature=1.0, seed=2, structured_outputs=wanted, **({"max_tokens": 400} | sampling))
         output = engine.run()["a"].tokens
-        engine.grammars.close()
+        engine.close()
         return output
 
     @pytest.mark.full

@@ -136,6 +136,24 @@ FAMILIES |= {
 FAMILIES["vaultgemma"] = ("VaultGemma", FAMILIES["gemma2"][1])
 FAMILIES["granitemoe"] = ("GraniteMoe", FAMILIES["granite"][1] | FAMILIES["mixtral"][1])
 FAMILIES["gemma3_vision"] = ("Gemma3Vision", FAMILIES["gemma3"][1])
+FAMILIES["llama4"] = (
+    "Llama4",
+    {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_layers": [0, 1, 3],
+        "no_rope_layers": [1, 0, 1, 1],
+        "attention_chunk_size": 16,
+        "floor_scale": 5,
+        "attn_scale": 0.7,
+        "rope_parameters": LLAMA3_ROPE,
+    },
+)
+FAMILIES["llama4_vision"] = ("Llama4Vision", FAMILIES["llama4"][1])
 """Families by name: transformers' name before ``Config`` and ``ForCausalLM``, and settings over ``TINY``."""
 
 TINY_EYES: dict[str, Any] = {
@@ -145,6 +163,9 @@ TINY_EYES: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+    "vision_output_dim": 16,
 }
 
 
@@ -152,21 +173,24 @@ TINY_EYES: dict[str, Any] = {
 def _classes(name: str) -> tuple[Any, Any]:
     import transformers
 
-    if name == "Gemma3":
-        return transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM
+    if name in ("Gemma3", "Llama4"):
+        return getattr(transformers, f"{name}TextConfig"), getattr(transformers, f"{name}ForCausalLM")
     # Architectures whose code was the checkpoint's own have only a config in transformers, for the Llama class.
     model_class = getattr(transformers, f"{name}ForCausalLM", transformers.LlamaForCausalLM)
     return getattr(transformers, f"{name}Config"), model_class
 
 
 def _new_model(name: str, settings: dict[str, Any]) -> Any:
-    if name != "Gemma3Vision":
+    family = name.removesuffix("Vision")
+    if family == name:
         config_class, model_class = _classes(name)
         return model_class(config_class(**settings))
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    import transformers
 
-    config = Gemma3Config(text_config=settings, vision_config=TINY_EYES, mm_tokens_per_image=4, image_token_index=96)
-    return Gemma3ForConditionalGeneration(config)
+    config_class = getattr(transformers, f"{family}Config")
+    tokens = {"mm_tokens_per_image": 4, "image_token_index": 96} if family == "Gemma3" else {}
+    config = config_class(text_config=settings, vision_config=TINY_EYES, **tokens)
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 
 
 def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Any:
@@ -191,12 +215,13 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, max_shard_size:
                 weight.add_(torch.empty(weight.shape).normal_(0.0, 0.2, generator=generator))
             if family == "gpt_oss" and key.endswith("gate_up_proj"):
                 weight.mul_(4)  # Otherwise no value reaches the clamp.
-    model = model.to(dtype)
+    if dtype is not torch.float32:
+        model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if type(model).__name__ == "LlamaForCausalLM" and name != "Llama":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": [f"{name}ForCausalLM"]}))
-    return model
+    return model.language_model if name == "Llama4Vision" else model  # the whole fails without an image
 
 
 def pack_experts(folder: Path, seed: int = 0) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Ask:
     """Optional features of attention; ``k_scale``, ``v_scale``: scales of the KV heads, repeated if there are more."""
 
     window: int = 0
+    chunk: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
     k_scale: tuple[float, ...] = ()
@@ -74,6 +75,7 @@ def make_batch(rows: Rows, table: torch.Tensor, block_size: int, ask: Ask) -> St
         seq_lens_cpu=seq_lens,
         block_size=block_size,
         window=ask.window,
+        chunk=ask.chunk,
     )
 
 
@@ -162,6 +164,8 @@ def attend_naively(
     hidden = distance > 0
     if ask.window:
         hidden |= distance <= -ask.window
+    if ask.chunk:
+        hidden |= torch.arange(len(keys)) // ask.chunk != own // ask.chunk
     weights = scores.masked_fill(hidden, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
     if spec.sinks is not None:

@@ -75,6 +75,8 @@ def _row(
     hidden = distance < 0
     if batch.window:
         hidden |= distance >= batch.window
+    if batch.chunk:
+        hidden |= positions // batch.chunk != own[:, None] // batch.chunk
     scores = scores.masked_fill(hidden, float("-inf"))
     if spec.sinks is not None:
         scores = torch.cat((scores, spec.sinks[:, None, None].expand(-1, len(query), 1)), -1)

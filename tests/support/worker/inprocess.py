@@ -2,6 +2,7 @@
 
 import select
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,7 @@ class InProcessEngine:
             self.mover = make_mover(self.runner, SingleRank(), self.config, self._moved.wake)
         self.moves: list[MoveBlocks] = []
         self.grammars = GrammarManager(self.config, time.monotonic)
+        self.close = weakref.finalize(self, self.grammars.close)  # idempotent, for tests with grammars or without
         self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
         self.answers: dict[str, Answer] = {}
         self.check = check

@@ -54,18 +54,17 @@ class Rows:
         self.done[rows] += query_lens
         slots = [self.tables[row][p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE
                  for row, p in zip(rows, positions, strict=True)]  # fmt: skip
-        by_window = {
-            window: self.backend.plan(self._batch(rows, query_lens, torch.cat(slots), window))
-            for window in {config.window(layer) for layer in range(config.num_layers)}
+        reaches = [(config.window(layer), config.chunk(layer)) for layer in range(config.num_layers)]
+        by_reach = {
+            reach: self.backend.plan(self._batch(rows, query_lens, torch.cat(slots), *reach)) for reach in set(reaches)
         }
         plans = [
-            by_window[config.window(layer)] if config.cache_source(layer) == layer else None
-            for layer in range(config.num_layers)
+            by_reach[reach] if config.cache_source(layer) == layer else None for layer, reach in enumerate(reaches)
         ]
         inputs = Inputs(torch.cat(list(tokens.values())), torch.cat(positions), **asked)
         return self.model(inputs, self.caches, plans, self.backend)
 
-    def _batch(self, rows: Any, query_lens: Any, slots: torch.Tensor, window: int) -> StepBatch:
+    def _batch(self, rows: Any, query_lens: Any, slots: torch.Tensor, window: int, chunk: int) -> StepBatch:
         seq_lens = self.done[rows]
         batch = StepBatch(
             query_start_loc=torch.from_numpy(np.concatenate([[0], query_lens.cumsum()]).astype(np.int32)),
@@ -76,6 +75,7 @@ class Rows:
             seq_lens_cpu=seq_lens,
             block_size=BLOCK_SIZE,
             window=window,
+            chunk=chunk,
         )
         for row, first in enumerate(batch.first_visible // BLOCK_SIZE):
             batch.block_table[row, :first] = 0

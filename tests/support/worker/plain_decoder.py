@@ -7,7 +7,7 @@ from quire.worker_proc.models.decoder import Decoder
 
 
 def plain_logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Pre-norm blocks, default rope, head norms, windows, and caches that later layers share: ``[tokens, vocab]``."""
+    """Pre-norm blocks, default rope, head norms, windows, chunks, caches that layers share: ``[tokens, vocab]``."""
     config = model.config
     weights = {name: slot.target for name, slot in model.weight_slots().items()}
     hidden = weights["model.embed_tokens.weight"][tokens] * config.embedding_multiplier
@@ -29,7 +29,9 @@ def plain_logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
         scores = torch.einsum("qhd,khd->hqk", query, key) * (config.attention_scale or dim**-0.5)
         distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
         window = config.window(layer) or len(tokens)
-        scores = scores.masked_fill((distance < 0) | (distance >= window), float("-inf"))
+        of_chunk = torch.arange(len(tokens)) // (config.chunk(layer) or len(tokens))
+        apart = of_chunk[:, None] != of_chunk
+        scores = scores.masked_fill((distance < 0) | (distance >= window) | apart, float("-inf"))
         attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
         x = F.linear(attended, mine["self_attn.o_proj.weight"])
         hidden = hidden + _norm(x, mine["post_attention_layernorm.weight"], config.rms_norm_eps)

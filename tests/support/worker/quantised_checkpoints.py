@@ -21,6 +21,7 @@ FILE = "model.safetensors"
 _PROJECTION = re.compile(
     r".*\.(?:(?:[qkvo]|qkv|q_a|q_b|kv_b|gate|up|gate_up|down)_proj|kv_a_proj_with_mqa|w[123])\.weight"
 )
+_ALL_EXPERTS = re.compile(r"(.*\.feed_forward\.experts)\.(gate_up|down)_proj")
 GROUP = 32
 
 Format = tuple[dict[str, Any], Pack]
@@ -30,7 +31,7 @@ Format = tuple[dict[str, Any], Pack]
 def quantise_checkpoint(
     source: Path, folder: Path, form: Format, *, leave: str = "lm_head", bfloat16: bool = False
 ) -> Path:
-    """Copy a checkpoint with quantised projections to ``folder / "packed"``.
+    """Copy a checkpoint with quantised projections to ``folder / "packed"``, with Llama 4's experts one by one.
 
     Args:
         leave: pattern of the names that stay plain.
@@ -48,6 +49,15 @@ def quantise_checkpoint(
         if _PROJECTION.fullmatch(name) and not re.search(leave, name):
             tensors, dense[name] = form[1](tensor)
             stored |= {f"{name.removesuffix('weight')}{suffix}": value for suffix, value in tensors.items()}
+        elif match := _ALL_EXPERTS.fullmatch(name):
+            parts, values = match[2].split("_"), []
+            for expert, matrix in enumerate(tensor.transpose(1, 2)):
+                for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                    tensors, value = form[1](rows.contiguous())
+                    own = f"{match[1]}.{expert}.{part}_proj"
+                    stored |= {f"{own}.{suffix}": value for suffix, value in tensors.items()}
+                    values.append(value)
+            dense[name] = torch.cat(values).unflatten(0, (len(tensor), -1)).transpose(1, 2)
         else:
             stored[name] = tensor.bfloat16() if bfloat16 else tensor
             dense[name] = stored[name].float()

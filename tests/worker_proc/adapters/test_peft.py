@@ -16,6 +16,8 @@ LENGTHS = [21, 3, 14, 9]
 NUM_TOKENS = 10
 OF_EXPERTS: dict[str, Any] = {"target_modules": ATTENTION, "target_parameters": EXPERTS}
 
+OF_LLAMA4 = ("experts.gate_up_proj", "experts.down_proj")
+
 IN_DEFAULT_RUNS = ("mixtral",)
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
@@ -49,6 +51,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "glm4": ("glm4", {}, {"target_modules": ["q_proj", "k_proj", "gate_up_proj"]}),
     "phi3": ("phi3", {}, {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
     "qwen3_moe": ("qwen3_moe", {}, OF_EXPERTS | {"r": 5}),
+    "llama4": ("llama4", {}, {}),
+    "llama4-experts": (
+        "llama4",
+        {},
+        {
+            "target_modules": ATTENTION,
+            "target_parameters": [f"feed_forward.{name}" for name in (*OF_LLAMA4, "router.weight")],
+        },
+    ),
+    "glm4_moe-router": ("glm4_moe", {}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
     "qwen3_moe-router": ("qwen3_moe", {}, {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
 }
 

@@ -170,6 +170,7 @@ def test_missing_library(name: str, monkeypatch: pytest.MonkeyPatch, launchable:
 REFUSALS = [
     ("flashinfer", {"head_dim": 80}, "head_dim 80 (supported: 64, 128, 256)"),
     ("flashinfer", {"attention_sinks": True}, "attention sinks"),
+    ("flashinfer", {"chunks": [8192, 0]}, "chunked local attention"),
     ("flashinfer", {"dtype": "float32"}, "--dtype float32 (supported: float16, bfloat16)"),
     ("flashinfer", {"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 with bfloat16 activations"),
     ("flashinfer", {"deterministic": True}, "batch-independent results (--deterministic)"),
@@ -180,6 +181,7 @@ REFUSALS = [
     ),
     ("flash_attn", {"head_dim": 512}, "head_dim 512"),
     ("flash_attn", {"attention_sinks": True}, "attention sinks"),
+    ("flash_attn", {"chunks": [8192, 0]}, "flash-attn 3: does not support chunked local attention"),
     ("flash_attn", {"dtype": "float32"}, "--dtype float32"),
     ("flash_attn", {"kv_cache_dtype": "float8_e4m3fn"}, "--kv-cache-dtype float8_e4m3fn with bfloat16"),
     ("flash_attn", {"deterministic": True}, "batch-independent results"),
@@ -216,13 +218,13 @@ def test_gpu_that_is_too_old_or_too_new(libraries: None) -> None:
 
 def test_error_lists_all_missing_features() -> None:
     nothing = Supports(
-        dtypes=HALVES, fp8_cache=False, head_dims=(64,), windows=False,
+        dtypes=HALVES, fp8_cache=False, head_dims=(64,), windows=False, chunks=False,
         soft_cap=False, sinks=False, deterministic=False, capabilities=(9, 9),
     )  # fmt: skip
     everything = Needs(
-        head_dims=(80,), dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, windows=True,
+        head_dims=(80,), dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, windows=True, chunks=True,
         soft_cap=True, sinks=True, deterministic=True,
     )  # fmt: skip
-    assert len(nothing.lacks(everything, AMPERE)) == 8
+    assert len(nothing.lacks(everything, AMPERE)) == 9
     assert Supports().lacks(everything, AMPERE) == []
     assert nothing.lacks(Needs(head_dims=(64,), dtype=HALVES[0], kv_dtype=HALVES[0]), HOPPER) == []

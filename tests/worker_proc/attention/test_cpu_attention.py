@@ -27,6 +27,7 @@ STEPS: dict[str, Rows] = {
     "chunks": [(7, 7), (16, 16), (1, 3)],
     "mixed": [(40, 1), (0, 11), (12, 5), (900, 1), (0, 1), (16, 1), (13, 6)],
 }
+AROUND_20 = [(19, 1), (20, 1), (21, 1), (0, 20), (0, 19), (0, 21), (15, 30), (20, 5), (40, 1), (59, 2)]
 HEADS = [(4, 4, 8), (4, 2, 16), (6, 1, 8), (9, 3, 64), (5, 1, 20)]
 WAYS = ["native", "torch", "fixed"]
 
@@ -37,6 +38,9 @@ ASKS = {
     "soft cap": Ask(soft_cap=2.0),
     "sinks": Ask(sinks=True),
     "window, cap and sinks": Ask(window=17, soft_cap=3.0, sinks=True),
+    "chunks": Ask(chunk=20),
+    "chunks of one": Ask(chunk=1),
+    "wide chunks, cap and sinks": Ask(chunk=300, soft_cap=3.0, sinks=True),
 }
 
 
@@ -81,7 +85,20 @@ def test_all_layer_settings(way: str, ask: str, step: str, heads: tuple[int, int
     check(make_backend(way), make_case(STEPS[step], heads, 4, torch.float32, ask=ASKS[ask]))
 
 
-@pytest.mark.parametrize("ask", ["window", "soft cap"])
+@pytest.mark.parametrize(
+    ("way", "dtype", "cache_dtype", "block_size", "shared"),
+    covering(WAYS, [torch.float32, torch.bfloat16], [None, torch.float8_e4m3fn], [16, 4], [False, True], pairs=True),
+)
+def test_chunks_that_are_no_multiple_of_blocks(
+    way: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int, shared: bool
+) -> None:
+    scales: dict[str, Any] = {"k_scale": (0.25,), "v_scale": (0.125,)} if cache_dtype else {}
+    for chunk in (20, 5):
+        ask = Ask(chunk=chunk, **scales)
+        check(make_backend(way), make_case(AROUND_20, (4, 2, 16), block_size, dtype, cache_dtype, ask, shared))
+
+
+@pytest.mark.parametrize("ask", ["window", "chunks", "soft cap"])
 def test_layer_that_reads_an_earlier_layers_cache(ask: str, backend: CpuBackend) -> None:
     case = make_case(STEPS["mixed"], (4, 2, 16), 16, torch.float32, ask=ASKS[ask], shared=True)
     before = case.cache.clone()
@@ -115,7 +132,7 @@ def test_layer_that_reads_a_scaled_cache_of_an_earlier_layer(backend: CpuBackend
 
 def test_many_queries_of_one_row(backend: CpuBackend) -> None:
     rows = [(50, 300), (3, 256)] if "fixed" not in backend.describe() else [(250, 60)]
-    for ask in (Ask(), Ask(window=70), Ask(window=64, sinks=True)):
+    for ask in (Ask(), Ask(window=70), Ask(window=64, sinks=True), Ask(chunk=100)):
         check(backend, make_case(rows, (2, 1, 8), 16, torch.float32, ask=ask))
 
 

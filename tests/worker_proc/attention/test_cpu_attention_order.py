@@ -17,6 +17,7 @@ LENGTHS = {"native": [530, 150, 64, 129, 1], "fixed": [150, 40]}
 ASKS = {
     "plain": Ask(),
     "window": Ask(window=150),
+    "chunks": Ask(chunk=90),
     "everything": Ask(window=90, soft_cap=5.0, sinks=True),
 }
 

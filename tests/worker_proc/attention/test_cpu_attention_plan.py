@@ -28,7 +28,7 @@ def test_rows_that_fit_one_tile_keep_their_order() -> None:
     assert order.tolist() == [0, 1, 2] and tiles == [slice(0, 3)]
 
 
-@pytest.mark.parametrize("ask", [Ask(), Ask(window=11, sinks=True)], ids=str)
+@pytest.mark.parametrize("ask", [Ask(), Ask(window=11, sinks=True), Ask(chunk=24)], ids=str)
 def test_decode_batch_in_many_tiles(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_plan, "TILE_BYTES_PER_THREAD", 1 << 14)
     case = make_case([(20 + 7 * i % 60, 1) for i in range(12)], (4, 2, 16), 16, torch.float32, ask=ask)

@@ -81,5 +81,5 @@ def test_child_with_a_grammar_equals_a_resubmitted_request(checkpoint_factory: C
     engine = InProcessEngine(folder, **SETTINGS)
     grammar = {"structured_outputs": StructuredOutputs(regex="([a-z] ){12,40}!")}
     tokens = fork_and_resubmit(engine, tokens_of("Tell me"), grammar, **grammar)
-    engine.grammars.close()
+    engine.close()
     assert len(tokens) == MAX_TOKENS and re.fullmatch("([a-z] )+[a-z]?", text_of(tokens))

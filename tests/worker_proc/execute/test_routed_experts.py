@@ -10,7 +10,7 @@ from checkpoints import experts_of
 from inprocess import InProcessEngine
 from runner_steps import CONFIG, MODEL, Runner, adding
 from thread_ranks import ThreadRank, on_ranks
-from tiers import covering
+from tiers import covering, thinned
 
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.model.kv_layout import kv_layout
@@ -60,7 +60,7 @@ class RoutedEngine(InProcessEngine):
             assert self.rows[name][: len(computed)] == experts_of(model, computed), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", thinned(["qwen3_moe", "mixtral", "llama4"], keep=1))
 def test_prompts_and_answers(family: str, checkpoint_factory: Checkpoints) -> None:
     """Prompts in chunks beside decoding rows; one request does not ask."""
     folder, model = checkpoint_factory(family)

@@ -107,6 +107,7 @@ def _runner(
         if not name.endswith("norm.weight"):
             slot.target.mul_(12)  # with the usual 0.02 all logits are nearly equal
     groups = LAYOUT.groups if shape.latent is None else [KVGroup("latent_attention", 4, [layer]) for layer in (0, 1)]
+    groups = [LAYOUT.groups[0], KVGroup("chunked_local", 4, [1], shape.chunk(1))] if shape.chunks else groups
     layout = KVLayout(groups, shape.num_kv_heads, shape.head_dim, kv_dtype)
     runner = ModelRunner(config, layout, NUM_BLOCKS, model, backend, CPU)
     if drafts:
@@ -221,6 +222,16 @@ def test_steady_steps_with_added_and_removed_requests() -> None:
     both.step(unparked=[1])
     both.step()
     assert both.steady_steps == 10
+
+
+def test_steady_steps_and_drafts_over_borders_of_chunks() -> None:
+    both = Both({0: [60, 2], 1: [60]}, shape=msgspec.structs.replace(MODEL, windows=[], chunks=[0, 6]))
+    both.step(**adding((0, [5, 9, 2, 7, 7], [1, 2, 3, 4]), (1, [8, 8], [5, 6, 7, 10])))
+    for _ in range(6):
+        both.step()
+    assert both.steady_steps == 6  # positions 5 to 10 and 2 to 7
+    both.step(drafts=[(0, 3), (1, 3)], counts=[(0, 4), (1, 4)])
+    assert both.verify_steps == 1
 
 
 def test_request_admitted_with_one_token_to_compute() -> None:

@@ -86,6 +86,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in 
     ),
     "exaone4-without-windows": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
     "seed_oss-biases": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "llama4-maverick": ("llama4", {"use_qk_norm": False, "moe_layers": None, "interleave_moe_layer_step": 2}),
+    "llama4-scout": (
+        "llama4",
+        {"num_experts_per_tok": 1, "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}, "moe_layers": None},
+    ),
+    "llama4-whole": ("llama4", {"attention_chunk_size": None, "attn_temperature_tuning": False, "moe_layers": []}),
     "mixtral-windowed": ("mixtral", {"sliding_window": 8}),
     "qwen3_moe-dense-layers": (
         "qwen3_moe",

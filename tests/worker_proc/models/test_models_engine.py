@@ -25,8 +25,8 @@ pytestmark = pytest.mark.full
 FAMILIES = {"mistral": 1, "gemma2": 2, "gemma3": 4, "gpt_oss": 2, "qwen3_moe": 1}
 """Families and their numbers of KV groups."""
 
-OTHER_GROUPS = {"dots1": 3, "vaultgemma": 2, "ministral": 4, "cwm": 4, "olmo3": 4, "exaone4": 4}
-OTHER_FAMILIES = sorted(checkpoints.FAMILIES.keys() - FAMILIES.keys() - {"gemma3_vision"})
+OTHER_GROUPS = {"dots1": 3, "vaultgemma": 2, "ministral": 4, "cwm": 4, "olmo3": 4, "exaone4": 4, "llama4": 4}
+OTHER_FAMILIES = sorted(checkpoints.FAMILIES.keys() - FAMILIES.keys() - {"gemma3_vision", "llama4_vision"})
 KERNEL_BLOCKS, DEVICE_SLOTS = "kernel blocks of 4", "slots as a GPU computes them"
 
 MODES: dict[str, dict[str, Any]] = {

@@ -121,6 +121,10 @@ SWITCHES: list[tuple[str, Callable[[ModelConfig], ModelConfig]]] = [
     ("gpt_oss", _rope_with(attention_factor=1.0)),
     ("gpt_oss", _rope_with(beta_fast=2.0)),
     ("exaone4", _with(no_rope_layers=[])),
+    ("llama4", _with(chunks=[])),
+    ("llama4", _with(qk_norm="")),
+    ("llama4", _with(query_scale=None)),
+    ("llama4", _moe_with(scales_inputs=False)),
     ("glm4", _with(interleaved_rope=False)),
     ("glm4", _with(norm_names=["post_mlp_layernorm", *_GLM4_NORMS])),
 ]

@@ -40,6 +40,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 HEADS = {"head_dim": 16}
 LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": HEADS, "mixtral": {}, "gemma": HEADS, "phi3": {}}
+OF_LLAMA4 = HEADS | {"intermediate_size_mlp": 64}
 IN_ONE_BLOCK = ("fp8-blocks", "fp8-inverse-scales")
 """Formats whose blocks hold rows of several projections of these small models, which fused tensors must not have."""
 CASES = [
@@ -49,6 +50,7 @@ CASES = [
     if form not in ("w8a8", "fp8-token") and (family, form) not in [("phi3", each) for each in IN_ONE_BLOCK]
 ]
 CASES += [("glm4", "awq"), ("glm4", "gptq-act-order")]  # outputs are ordered after the product
+CASES += [("llama4", form) for form in ("w4a16", "fp8-blocks", "nvfp4", "awq")]
 
 
 def covering_forms() -> list[Any]:
@@ -108,7 +110,7 @@ def _assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
 def test_logits_equal_transformers_on_one_and_two_ranks(
     family: str, form: str, checkpoint_factory: Factory, tmp_path: Path
 ) -> None:
-    source, _ = checkpoint_factory(family, **SIZES, **FAMILIES.get(family, HEADS))
+    source, _ = checkpoint_factory(family, **SIZES, **(FAMILIES | {"llama4": OF_LLAMA4}).get(family, HEADS))
     expected = _expected(quantise_checkpoint(source, tmp_path, FORMATS[form]()))
     _assert_close(logits_of(load_packed(tmp_path / "packed")), expected)
     for logits in on_ranks(2, lambda parallel: logits_of(load_packed(tmp_path / "packed", parallel))):
@@ -190,12 +192,12 @@ def _rounded_weight(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), covering(["int8", "fp8", "int4"], ["llama", "mixtral", "phi3", "deepseek_v3"])
+    ("kind", "family"), covering(["int8", "fp8", "int4"], ["llama", "mixtral", "phi3", "deepseek_v3", "llama4"])
 )
 def test_plain_checkpoints_are_rounded_when_they_are_loaded(
     kind: str, family: str, checkpoint_factory: Factory, tmp_path: Path
 ) -> None:
-    source, _ = checkpoint_factory(family, **SIZES, **(LATENTS if family == "deepseek_v3" else {}))
+    source, _ = checkpoint_factory(family, **SIZES, **{"deepseek_v3": LATENTS, "llama4": OF_LLAMA4}.get(family, {}))
     plain = quantise_checkpoint(source, tmp_path, ({}, lambda weight: ({}, _rounded_weight(weight, kind))))
     config = msgspec.structs.replace(load_model_config(source), weight_format=online_format(kind))
 

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -192,11 +193,12 @@ def test_calculated_scales_are_the_same_again_and_on_every_rank(tmp_path: Path) 
         assert every == [wanted] * size
 
 
-@pytest.mark.parametrize("family", thinned(["gemma2", "gpt_oss"], keep=1))
-def test_calibration_computes_what_the_engine_computes(family: str, tmp_path: Path) -> None:
-    """Windows, sinks and soft caps; keys of the last layer depend on attention in all others."""
+@pytest.mark.parametrize(("family", "chunk"), thinned([("gemma2", 0), ("gpt_oss", 0), ("qwen3", 24)], keep=1))
+def test_calibration_computes_what_the_engine_computes(family: str, chunk: int, tmp_path: Path) -> None:
+    """Windows, chunks, sinks and soft caps; keys of the last layer depend on attention in all others."""
     make_checkpoint(tmp_path, family)
     model, dense = load(tmp_path), DenseBackend()
+    model.config = msgspec.structs.replace(model.config, chunks=[chunk] * model.config.num_layers)
     shape = (kv_scales.CALIBRATION_ROWS, 64)
     rows = torch.from_numpy(np.random.default_rng(0).integers(model.config.vocab_size, size=shape))
     table = torch.ones(1, 1, dtype=torch.int32)
@@ -207,7 +209,8 @@ def test_calibration_computes_what_the_engine_computes(family: str, tmp_path: Pa
             for _ in model.layers
         ]
         batches = [
-            make_batch([(0, 64)], table, 64, Ask(window=model.config.window(n))) for n in range(len(model.layers))
+            make_batch([(0, 64)], table, 64, Ask(window=model.config.window(n), chunk=chunk))
+            for n in range(len(model.layers))
         ]
         model(Inputs(tokens, torch.arange(64)), caches, batches, dense)
         largest = torch.maximum(largest, torch.stack([cache.abs().amax((1, 2, 3, 4)) for cache in caches]))

@@ -29,6 +29,8 @@ CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
     (BF16, 128, 4, "prefill", 64, {}),
     (BF16, 256, 2, "prefill", 64, {"window": 1024, "soft_cap": 50.0}),
     (BF16, 128, 4, "fixed", 64, {"fixed_split": 1024}),
+    (BF16, 128, 5, "decode", 1, {"chunk": 8192}),
+    (BF16, 128, 5, "prefill", 64, {"chunk": 8192}),
     (FP32, 64, 4, "prefill", 64, {}),
     (BF16, 576, 20, "decode", 1, {"value_dim": 512}),
     (BF16, 576, 128, "prefill", 64, {"value_dim": 512}),
@@ -54,6 +56,7 @@ def attention(
     *,
     cache: torch.dtype | None = None,
     window: int = 0,
+    chunk: int = 0,
     soft_cap: float = 0.0,
     sinks: bool = False,
     shared: bool = False,
@@ -63,7 +66,7 @@ def attention(
     kv_heads = 1 if value_dim else 8
     shape = AttentionShape(kv_heads * group, kv_heads, head_dim, dtype, value_dim)
     section = Section(NONE, tile_tokens, regime, shared)
-    plan = AttentionPlan(shape, Visible(window), 1, 1, 90, (section,), NONE, Scratch(NONE, NONE))
+    plan = AttentionPlan(shape, Visible(window, chunk), 1, 1, 90, (section,), NONE, Scratch(NONE, NONE))
     plan = replace(plan, fixed_split=fixed_split)
     tiles = tiles_of(shape, regime, tile_tokens, plan.capability)
     scaled = cache in FP8_DTYPES
@@ -75,6 +78,6 @@ def attention(
     stored = "*u8" if scaled else element
     types = POINTERS | FLOATS | {"query": element, "out": element, "kv_cache": stored, "factor": "fp32", "cap": "fp32"}
     features = "".join(f" {name}" for name, on in [("shared", shared), ("sinks", sinks)] if on)
-    features += "".join(f" {name}" for name, on in [("window", window), ("cap", soft_cap)] if on)
+    features += "".join(f" {name}" for name, on in [("window", window), ("chunk", chunk), ("cap", soft_cap)] if on)
     name = f"attention {regime} {element[1:]}/{stored[1:]} D={head_dim} G={group} T={tile_tokens}{features}"
     return Variant(name, attention_kernel, types, constants, launch_options(tiles))

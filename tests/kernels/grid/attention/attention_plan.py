@@ -22,7 +22,7 @@ BATCHES = {
     "uniform": ([1] * 20, [700] * 20),
     "nothing": ([0, 0], [0, 0]),
 }
-LOCAL = [{}, {"window": 200}]
+LOCAL = [{}, {"window": 200}, {"chunk": 200}]
 
 
 def rows_on(device: torch.device, query_lens: list[int], seq_lens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +78,7 @@ def test_row_with_too_many_tokens_gets_no_work(device: torch.device) -> None:
     assert [piece[:4] for piece in plan.sections[0].pieces.tolist() if piece[3] > piece[2]] == [[1, 0, 0, 9]]
 
 
-@pytest.mark.parametrize("local", [{}, {"window": 150}], ids=str)
+@pytest.mark.parametrize("local", [{}, {"window": 150}, {"chunk": 130}], ids=str)
 def test_attention_with_plans_of_several_steps(
     local: dict[str, int], main_dtype: torch.dtype, make_case: Any, device: torch.device
 ) -> None:

@@ -54,6 +54,7 @@ def plan_case(case: Any, **options: Any) -> AttentionPlan:
         AttentionShape(num_heads, num_kv_heads, head_dim, case.query.dtype),
         case.query.device,
         window=batch.window,
+        chunk=batch.chunk,
         num_tokens=num_tokens,
         **options,
     )
@@ -69,7 +70,7 @@ def check_case(case: Any, plan_options: dict[str, Any] | None = None, **options:
     batch = case.batch
     scale = case.query.shape[-1] ** -0.5
     step = (case.query, case.filled_cache, *rows_of(case))
-    expected = paged_attention_reference(*step, scale, window=batch.window, **options)
+    expected = paged_attention_reference(*step, scale, window=batch.window, chunk=batch.chunk, **options)
     plan = plan_case(case, **(plan_options or {}))
     result = paged_attention(*step, plan, scale, **options)
     assert expected.isfinite().all()
@@ -133,6 +134,7 @@ def options_of(case: Any, *names: str) -> dict[str, Any]:
     [
         ({"window": 1}, ()),
         ({"window": 150}, ("sinks", "soft_cap")),
+        ({"chunk": 90}, ("sinks", "soft_cap")),
         ({}, ("soft_cap", "sinks")),
     ],
     ids=str,
@@ -166,10 +168,17 @@ def test_latents(
     torch.testing.assert_close(result, expected, **TOLERANCES[main_dtype])
 
 
-@pytest.mark.parametrize("window", [16, 65])
-def test_windows_of_long_prompts(window: int, make_case: Any) -> None:
+@pytest.mark.parametrize("local", [{"window": 16}, {"window": 65}, {"chunk": 16}, {"chunk": 100}], ids=str)
+def test_windows_and_chunks_of_long_prompts(local: dict[str, int], make_case: Any) -> None:
     # In each tile, the keys at both ends are visible to some of its tokens, and those in the middle to all.
-    check_case(make_case([150], [190], torch.float32, 2, 1, 16, window=window))
+    check_case(make_case([150], [190], torch.float32, 2, 1, 16, **local))
+
+
+def test_rows_around_borders_of_chunks(main_dtype: torch.dtype, make_case: Any) -> None:
+    """Decodes, drafts, prompts and their parts that end before, at or after a border, or contain several."""
+    rows = ([1, 1, 1, 19, 20, 21, 45, 3], [20, 21, 22, 19, 20, 21, 65, 42])
+    for cache_dtype in (None, torch.float8_e4m3fn):
+        check_case(make_case(*rows, main_dtype, 2, 1, 16, chunk=20, cache_dtype=cache_dtype), CUT)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
@@ -222,7 +231,7 @@ def attend_rows(case: Any, rows: list[tuple[int, int, int]], **options: Any) -> 
     lens = torch.tensor([n for _, n, _ in rows], dtype=torch.int32)
     seqs = torch.tensor([seq_len for *_, seq_len in rows], dtype=torch.int32)
     shape = AttentionShape(query.shape[1], case.filled_cache.shape[3], query.shape[2], query.dtype)
-    local = {"window": case.batch.window}
+    local = {"window": case.batch.window, "chunk": case.batch.chunk}
     starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(query.device)
     plan = plan_attention(lens.numpy(), seqs.numpy(), shape, query.device, fixed_split=128, **local)
     step = (case.filled_cache, table[[row for row, *_ in rows]], starts, seqs.to(query.device))
@@ -245,7 +254,7 @@ def products_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("products_alike")
-@pytest.mark.parametrize(("local", "name"), [({}, "sinks"), ({"window": 140}, "soft_cap")])
+@pytest.mark.parametrize(("local", "name"), [({}, "sinks"), ({"window": 140}, "soft_cap"), ({"chunk": 99}, "")])
 def test_fixed_split_result_depends_on_the_row_alone(
     local: dict[str, int], name: str, main_dtype: torch.dtype, make_case: Any
 ) -> None:

@@ -172,7 +172,7 @@ def test_grammars(tmp_path: Path) -> None:
             wanted = StructuredOutputs(regex="[a-c]{12,30}!")
             engine.add(str(index), prompt, max_tokens=40, temperature=1.0, seed=index, structured_outputs=wanted)
         tokens.append([answer.tokens for answer in engine.run().values()])
-        engine.grammars.close()
+        engine.close()
     assert all(re.fullmatch("[a-c]{12,30}!", text_of(each)) for each in tokens[0])
     assert tokens[0] == tokens[1]
 
