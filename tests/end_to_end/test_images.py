@@ -4,21 +4,26 @@ The checkpoint is LLaVA's class with random weights, a tokenizer of words, and t
 """
 
 import base64
+import contextlib
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from fault_server import Role
+from served import Served
 from tokenizers import Tokenizer, models, pre_tokenizers
 from vision_checkpoints import CASES, IMAGE, make_checkpoint
 
 from quire import LLM, SamplingParams
 from quire.protocol.errors import InvalidRequest
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 TEMPLATE = (
     "{% for m in messages %}w10 {% for c in m.content %}{% if c.type == 'image' %}<image> {% elif c.type == 'text' %}"
@@ -121,10 +126,10 @@ def test_sessions_and_forks_keep_their_images(llm: LLM, reference: Reference) ->
     with llm.session() as session:
         session.chat([user(shown(one), text("w20"))], GREEDY)
         second = session.chat([user(shown(other), text("w21"))], GREEDY)
-    whole, root = llm.start({"prompt_token_ids": second.prompt_token_ids}, GREEDY), None
+    whole = llm.start({"prompt_token_ids": second.prompt_token_ids}, GREEDY)
     assert whole.read().token_ids != second.outputs[0].token_ids, "the images count"
     (several,) = llm.chat([user(shown(one), text("w20"))], SamplingParams(temperature=1.0, seed=1, n=3, max_tokens=4))
-    assert len(several.outputs) == 3 and root is None
+    assert len(several.outputs) == 3
 
 
 def test_embeddings_of_a_text_give_its_answer(llm: LLM, reference: Reference) -> None:
@@ -136,3 +141,33 @@ def test_embeddings_of_a_text_give_its_answer(llm: LLM, reference: Reference) ->
         llm.generate({"prompt_embeds": rows}, SamplingParams(repetition_penalty=2.0))
     with pytest.raises(InvalidRequest, match=r"prompt_embeds must have the shape \[n, 64\]"):
         llm.generate({"prompt_embeds": rows[:, :3]}, GREEDY)
+
+
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
+def test_a_server_answers_all_apis_and_survives_deaths(reference: Reference, role: Role) -> None:
+    image, words = url(picture(1)), "w20 w21"
+    flags = ("--dtype", "float32", "--max-model-len", "128", "--block-size", "8", "--served-model-name", "tiny")
+    with contextlib.closing(Served(str(reference.folder), *flags)) as server, httpx.Client(timeout=120) as http:
+        chat = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}, text(words)]}
+        body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 90, "messages": [chat]}
+        expected = http.post(f"{server.url}/v1/chat/completions", json=body).json()
+        content = expected["choices"][0]["message"]["content"]
+        assert expected["usage"]["prompt_tokens_details"]["image_tokens"] == 4
+
+        source = {"type": "base64", "media_type": "image/png", "data": image.partition(",")[2]}
+        blocks = [{"type": "image", "source": source}, text(words)]
+        message = http.post(
+            f"{server.url}/v1/messages", json={**body, "messages": [{"role": "user", "content": blocks}]}
+        ).json()
+        assert message["content"][0]["text"] == content
+        assert message["usage"]["cache_read_input_tokens"], "the same picture in another API"
+
+        streamed = ""
+        with http.stream("POST", f"{server.url}/v1/chat/completions", json={**body, "stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    if not streamed:
+                        server.victims(role)[0].kill()
+                    streamed += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+        assert streamed == content, "the picture is read again after a death"
+        server.end()
