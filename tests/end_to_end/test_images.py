@@ -147,7 +147,7 @@ def test_embeddings_of_a_text_give_its_answer(llm: LLM, reference: Reference) ->
 def test_a_server_answers_all_apis_and_survives_deaths(reference: Reference, role: Role) -> None:
     image, words = url(picture(1)), "w20 w21"
     flags = ("--dtype", "float32", "--max-model-len", "128", "--block-size", "8", "--served-model-name", "tiny")
-    with contextlib.closing(Served(str(reference.folder), *flags)) as server, httpx.Client(timeout=120) as http:
+    with contextlib.closing(Served(str(reference.folder), *flags)) as server, httpx.Client(timeout=400) as http:
         chat = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}, text(words)]}
         body = {"model": "tiny", "temperature": 0, "ignore_eos": True, "max_tokens": 90, "messages": [chat]}
         expected = http.post(f"{server.url}/v1/chat/completions", json=body).json()
