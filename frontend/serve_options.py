@@ -272,7 +272,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             IMAGES,
             "number of processes of each front end that decode images and run the checkpoint's processor, at the "
-            "lowest priority. They are started as they are needed, and need about 300 MB each; 0: one per core, at "
+            "lowest priority. They are started as they are needed, and need about 400 MB each; 0: one per core, at "
             "most 4",
             range=(0, 64),
         ),

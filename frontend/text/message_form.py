@@ -28,7 +28,7 @@ _MISWRITTEN = re.compile(r"""{'quire_key|\\"quire_key""")
 """An object as Python prints it, or JSON in a string."""
 _TEXT = "quire-text"
 _TEXT_PART, _IMAGE_PART = {"type": "text", "text": _TEXT}, {"type": "image"}
-_OBJECT = re.compile(r"""['"]type['"]: ?['"](text|image)""")
+PRINTED_PART = re.compile(r"""['"]type['"]: ?['"](text|image)""")
 """A part as Python prints it, or as JSON."""
 
 
@@ -96,7 +96,7 @@ class MessageForm:
                 return self._trial(turns, _VARIABLES)
 
             texts = [*map(text_of, (_TEXT, [_TEXT_PART], [_IMAGE_PART, _TEXT_PART]))]
-            plain, parts, both = (text and _TEXT in text and not _OBJECT.search(text) for text in texts)
+            plain, parts, both = (text and _TEXT in text and not PRINTED_PART.search(text) for text in texts)
             self._roles_of_parts[role] = bool(parts and not plain), bool(both and texts[1] != texts[2])
         return self._roles_of_parts[role]
 

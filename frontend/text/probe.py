@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.control_text import special_pattern, written_end
 from quire.frontend.text.message_checks import ROLES, check_messages
+from quire.frontend.text.message_form import PRINTED_PART
 from quire.frontend.text.parsing.answer_parser import AnswerParser, CallDelta, CallDropped
 from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.text_in import ChatOptions, TextIn
@@ -96,6 +97,8 @@ def probe(text_in: TextIn, form: AnswerFormat | None) -> Probe:
             kinds,
             " in a conversation with everything in it",
         )
+    if text_in.image_token_id is not None and not _writes_images(text_in):
+        fates["images"] = "leaves out", ""
     grouped: dict[tuple[str, str], list[str]] = {}
     for kind, fate in fates.items():
         grouped.setdefault(fate, []).append(kind)
@@ -116,6 +119,17 @@ def probe(text_in: TextIn, form: AnswerFormat | None) -> Probe:
 def _render(text_in: TextIn, messages: list[Message], has_tools: bool) -> str:
     options = ChatOptions(tools=_TOOLS if has_tools else None)
     return text_in.render_chat(check_messages(messages), options, _MAX_TOKENS)
+
+
+def _writes_images(text_in: TextIn) -> bool:
+    try:
+        plain, shown = (
+            text_in.render_chat(check_messages([{**_USER, "content": content}], images=[]), ChatOptions(), _MAX_TOKENS)
+            for content in (_USER["content"], [{"type": "image", "image": "data:,"}, *_USER["content"]])
+        )
+    except InvalidRequest:
+        return False
+    return plain != shown and not PRINTED_PART.search(shown)
 
 
 def _reads_back(text_in: TextIn, form: AnswerFormat, ids: Sequence[int]) -> bool:

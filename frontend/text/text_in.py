@@ -231,7 +231,7 @@ class TextIn:
         """The tokens that the tokenizer adds before and after a text."""
         tokenizer = self._require_tokenizer("messages")
         plain, whole = (self._encode(tokenizer, "a", add_special_tokens) for add_special_tokens in (False, True))
-        begin = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        begin = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:begin], whole[begin + len(plain) :]
 
     def render_chat(self, messages: list[Message], options: ChatOptions, max_tokens: int) -> str:

@@ -37,8 +37,8 @@ class Items(Feature):
 
     A request *asks* for its items in order, and holds the rows of those that it has asked for until the steps that
     compute their positions are sent, or it ends or returns to the queue. Rows without a holder stay until others need
-    their room. A running request whose next position has no rows is not computed, and a waiting one is held
-    (WaitReason.ENCODER) while they are being computed.
+    their room. A running request whose next position has no rows is not computed, and a waiting one whose
+    first step lacks rows is held (WaitReason.ENCODER) while they are being computed.
 
     **Who gets room.** First each request's next item, in the order of ``_rank``; those behind one that lacks room get
     none, because small items would pass a large one for ever. Then further items, ahead of time.
@@ -186,17 +186,18 @@ class Items(Feature):
     def hits(
         self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int
     ) -> WaitReason | int | None:
-        """Hold a waiting request whose next position has no rows, if they are being computed.
+        """Hold a waiting request which lacks rows for its first step, if they are being computed.
 
-        Otherwise it stays in the queue, where those behind it wait too: they would use rows that are there, and so
-        keep the room that it needs.
+        With a few tokens before an image it would otherwise take a row and blocks, and others could not run meanwhile.
+        If the rows are not being computed, it stays in the queue, where those behind it wait too: they would use rows
+        that are there, and so keep the room that it needs.
         """
         own = ITEMS.of(request)
         if own is None:
             return None
         own.is_located = True
         own.move_to(request, num_hit_tokens)
-        if not _lacks_rows(own, num_hit_tokens):
+        if not _lacks_rows(own, num_hit_tokens + step_tokens - 1):
             return None
         rows = own.rows[own.first]
         if not rows.is_encoding:
@@ -491,7 +492,7 @@ def _next_rows(request: Request) -> ItemRows | None:
 
 
 def _lacks_rows(own: RequestItems, position: int) -> bool:
-    """Whether a position, the next of a request, needs rows that are not there."""
+    """Whether positions of a request, from its next one to this one, need the rows of its next item before them."""
     return not own.is_done and own.items[own.first].begin <= position and not own.rows[own.first].is_ready
 
 

@@ -148,6 +148,16 @@ def test_losses(name: str) -> None:
     assert list(found.notes) == [LEAVES + "thoughts in earlier " + note for note in notes]
 
 
+def test_images_are_tried_if_the_model_reads_them() -> None:
+    parts = "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+    writes = "{% if m.content is string or m.content is none %}" + TURN + "{% else %}" + parts + "{% endif %}" + CALLS
+    for source, lost in ((loop(writes), []), (loop(TURN + CALLS), [LEAVES + "images"])):
+        text_in = TextIn(Tokenizer(models.BPE()), ChatTemplate(source, SPECIAL, "test"))
+        assert probe(text_in, None).losses[:-1] == [], "a line about calls is the last one"
+        text_in.image_token_id = 7
+        assert probe(text_in, None).losses[:-1] == lost
+
+
 TEXTS = {"zqsystem": "system messages", "zqdeveloper": "developer messages", "zqanswer": "assistant messages"}
 TEXTS |= {"zqabout": "offered tools", "zqargument1": "tool calls", "zqargument2": "calls", "zqresult1": "tool messages"}
 TEXTS |= {"zqthought1": "messages", "zqthought2": "calls", "zqpart1": "user messages", "zqpart2": "user messages"}

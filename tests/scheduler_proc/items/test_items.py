@@ -61,12 +61,13 @@ def test_another_item_shares_no_block_from_its_first_position_on(other: InputIte
 def test_a_chunk_ends_before_rows_that_are_not_there() -> None:
     """Text before an image is computed meanwhile; other requests go on; the next image is asked for ahead of time."""
     driver = images(max_num_batched_tokens=12)
-    items = [image("a", (5, 6)), image("b", (14, 2), (18, 2))]
+    items = [image("a", (14, 6)), image("b", (22, 2), (26, 2))]
     driver.add("pictures", PROMPT, max_tokens=3, items=items)
-    driver.fill()
-    assert driver.diffs[-1].counts == [(0, 5)] and driver.scheduler.statistics().num_encoder_runs == 2
+    for _ in range(2):
+        driver.schedule(), driver.execute(), driver.deliver()
+    assert [diff.counts for diff in driver.diffs] == [[(0, 12)], [(0, 2)]]
+    assert driver.scheduler.statistics().num_encoder_runs == 2
     driver.add("text", PROMPT[20:30], max_tokens=3)
-    driver.execute(), driver.deliver()
     listed = {each.request_id: each.reason for each in driver.control("requests").requests}
     assert listed == {"pictures": "encoder", "text": "queued"}
     driver.schedule()
@@ -76,15 +77,16 @@ def test_a_chunk_ends_before_rows_that_are_not_there() -> None:
     assert driver.replay_lines() is None
 
 
-def test_a_request_whose_first_position_has_no_rows_is_held_and_others_pass() -> None:
+@pytest.mark.parametrize("begin", [0, 3])
+def test_a_request_that_lacks_rows_for_its_first_step_is_held_and_others_pass(begin: int) -> None:
     driver = images()
-    driver.add("picture", PROMPT[:12], max_tokens=3, items=[image("a", (0, 8))])
+    driver.add("picture", PROMPT[:12], max_tokens=3, items=[image("a", (begin, 8))])
     driver.add("text", PROMPT[:9], max_tokens=3)
     driver.schedule()
     assert driver.scheduler.statistics().waiting_by_reason["encoder"] == 1
     assert [new.request_id for new in driver.diffs[-1].new_requests] == ["text"]
     driver.finish()
-    check_answers(driver, {"picture": (PROMPT[:12], [image("a", (0, 8))]), "text": (PROMPT[:9], [])})
+    check_answers(driver, {"picture": (PROMPT[:12], [image("a", (begin, 8))]), "text": (PROMPT[:9], [])})
 
 
 def test_rows_are_not_encoded_for_positions_in_the_prefix_cache() -> None:
@@ -139,9 +141,9 @@ def test_an_image_that_no_chunk_divides_exceeds_the_prefill_share() -> None:
 def test_a_failed_encoding_ends_its_request_and_another_file_is_tried(is_running: bool) -> None:
     driver = images()
     driver.worker.items.fault = lambda encode: "its file is gone" if encode.path == "/shm/lost" else ""
-    start = 4 if is_running else 0
+    start = 18 if is_running else 0
     for name, path in (("a", "/shm/lost"), ("b", "/shm/there"), ("c", "/shm/lost")):
-        driver.add(name, PROMPT[:20], max_tokens=3, items=[image("x", (start, 6), path=path)])
+        driver.add(name, PROMPT[:30], max_tokens=3, items=[image("x", (start, 6), path=path)])
     driver.step() if is_running else driver.fill()
     driver.finish()
     for name in "ac":
@@ -153,7 +155,7 @@ def test_a_failed_encoding_ends_its_request_and_another_file_is_tried(is_running
             assert (answer.rejected.code, answer.rejected.param) == ("image_not_encoded", "messages")
         else:
             assert answer.reason is EndReason.ERROR
-    check_answers(driver, {"b": (PROMPT[:20], [image("x", (start, 6))])})
+    check_answers(driver, {"b": (PROMPT[:30], [image("x", (start, 6))])})
     assert len(driver.worker.items.log) == 2 and driver.scheduler.statistics().num_encoder_failures == 1
     assert driver.replay_lines() is None
 

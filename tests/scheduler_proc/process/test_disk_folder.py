@@ -301,7 +301,7 @@ def test_what_cannot_be_forgotten_is_removed(tmp_path: Path, action: str, monkey
 OTHERS = """
     async_scheduling chat_template closed_objects cpu_offload_bytes crash_dump_dir enable_chunked_prefill
     data_parallel_rank data_parallel_size feeds_router head_key_file ranks
-    enable_lora enable_prefix_caching enable_return_routed_experts
+    enable_lora enable_prefix_caching enable_prompt_embeds enable_return_routed_experts encoder_cache_tokens
     enforce_eager fair_admission gpu_memory_utilization kv_cache_memory_bytes
     kv_events_curve_dir kv_events_endpoint kv_events_format kv_events_replay_endpoint kv_events_topic
     kv_events_without_keys kv_page_check kv_pressure_high kv_pressure_low
