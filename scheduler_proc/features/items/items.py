@@ -1,6 +1,6 @@
 """Items: has the rows of requests' images computed, and lets no step compute a position before its rows are there."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,14 @@ from quire.scheduler_proc.features.items.arriving_items import (
     longest_atom,
     most_atom_tokens,
 )
+from quire.scheduler_proc.features.items.asking import Asking
 from quire.scheduler_proc.features.items.encoder_cache import EncoderCache, ItemRows
-from quire.scheduler_proc.features.items.request_items import ITEMS, RequestItems
+from quire.scheduler_proc.features.items.request_items import ITEMS, RequestItems, items_of
 from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.messages.steps import InFlightStep
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
-
-AHEAD_STEPS = 4
-"""Items behind the next one that begin within this many full steps are asked for too, so that steps need not wait."""
 
 
 class Items(Feature):
@@ -39,19 +37,6 @@ class Items(Feature):
     compute their positions are sent, or it ends or returns to the queue. Rows without a holder stay until others need
     their room. A running request whose next position has no rows is not computed, and a waiting one whose
     first step lacks rows is held (WaitReason.ENCODER) while they are being computed.
-
-    **Who gets room.** First each request's next item, in the order of ``_rank``; those behind one that lacks room get
-    none, because small items would pass a large one for ever. Then further items, ahead of time.
-
-    **Why requests do not wait for each other for ever.** The first request in the order, T, can take the room of all
-    others for its next item: rows without a holder, those that others hold, and those that T itself holds for later.
-    Left are rows that are being encoded and rows that a step in flight uses. Both are answered, and then T gets room,
-    because no item has more rows than the cache (``check_items``). Nothing takes room from T, and nothing else gets
-    any before, so T's item is encoded, and its positions are computed. Then T's next item is next. Running requests
-    come before waiting ones, which may wait for their KV blocks. Among waiting ones, the one at which admission stops
-    for lack of rows comes first, whatever its place among the requests of its tenant: nothing is admitted before it.
-    T may change while an item is encoded: a request that was held for it keeps its rows until one step was planned, so
-    that it is admitted if it is next, and the two do not take the room from each other again and again.
 
     Invariants (``check``): rows in steps in flight are there. A request is held exactly while its next item is being
     encoded. A request in steady decode needs no rows.
@@ -67,22 +52,11 @@ class Items(Feature):
         self._grids_decide = config.model.vision is not None and bool(config.model.vision.mrope_section)
         """Whether the grids of images decide positions, so that rows need all items of their request."""
         self.cache = EncoderCache(config.encoder_cache_tokens, self._clock)
-        self._with_items: dict[int, Request] = {}
-        """By handle, the requests that have items."""
+        self.asking = Asking(core, self.cache)
         self._held: dict[int, Request] = {}
-        self._spared: dict[int, Request] = {}
-        """Requests that were held until now, and keep their rows until they could be admitted in a step."""
-        self._first: Request | None = None
-        """The waiting request at which admission has stopped for lack of rows."""
         self._stopped_at = (-1, -1)
-        """Changes here and of the pool when that was so."""
-        self._encodes: list[Encode] = []
-        self._is_due = False
-        """Whether something changed by which a request may get room."""
-        self._lacks_room = False
-        """Whether a request will get room when steps in flight are answered."""
-        self._num_changes = 0
-        self.num_runs = self.num_failed = self.num_hits = 0
+        """Changes of rows and of the pool when admission stopped last for lack of rows."""
+        self.num_failed = 0
         self.encode_seconds = 0.0
         if core.kv.pool.events is not None:
             core.kv.pool.events.covers = self._covers
@@ -93,7 +67,7 @@ class Items(Feature):
     @property
     def is_settled(self) -> bool:
         """Whether steps change nothing here until an Encode is answered or a request is admitted."""
-        return not self._is_due and not self._lacks_room
+        return self.asking.is_settled
 
     # ---- requests
 
@@ -139,8 +113,8 @@ class Items(Feature):
         if (own := ITEMS.of(request)) is not None:
             for rows in own.rows:
                 rows.num_items += 1
-            self._with_items[request.handle] = request
-            self._changed()
+            self.asking.requests[request.handle] = request
+            self.asking.changed()
 
     def stopped(self, request: Request) -> None:
         """Need all rows again, as far as the prefix cache will not have their positions."""
@@ -148,7 +122,7 @@ class Items(Feature):
             own.give_back(request, own.first)
             own.first = own.asked = 0
             own.is_located = False
-            self._changed()
+            self.asking.changed()
 
     def stop_waiting(self, request: Request) -> None:
         if self._held.pop(request.handle, None) is not None:
@@ -161,27 +135,28 @@ class Items(Feature):
         if (own := ITEMS.of(request)) is None:
             return
         own.give_back(request, own.first)
-        del self._with_items[request.handle]
-        self._spared.pop(request.handle, None)
-        if self._first is request:
-            self._first = None
+        self.asking.forget(request)
         for rows in own.rows:
             rows.num_items -= 1
             self.cache.forget_unused(rows)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._is_due = True
-        self._num_changes += 1
+        self.asking.changed()
 
     # ---- steps
 
+    def version(self, request: Request) -> object:
+        own = ITEMS.of(request)
+        return None if own is None else tuple((rows.is_cached, rows.is_encoding) for rows in own.rows)
+
     def obstacle(self, request: Request) -> WaitReason | None:
         """Return what ``hits`` has said, while nothing has changed: hits are not looked up in each step."""
-        if request is not self._first:
-            self._first = None  # admission has come to another one
-        stops = self._first is not None and self._stopped_at == (self._num_changes, self._kv.pool.num_changes)
+        if request is not self.asking.first:
+            self.asking.first = None  # admission has come to another one
+        stops = self.asking.first is not None and self._stopped_at == self._changes
         return WaitReason.ENCODER if stops else None
+
+    @property
+    def _changes(self) -> tuple[int, int]:
+        return self.asking.num_changes, self._kv.pool.num_changes
 
     def hits(
         self, request: Request, hits: GroupBlocks, num_hit_tokens: int, step_tokens: int
@@ -201,10 +176,10 @@ class Items(Feature):
             return None
         rows = own.rows[own.first]
         if not rows.is_encoding:
-            if self._first is not request:
-                self._first = request
-                self._changed()
-            self._stopped_at = self._num_changes, self._kv.pool.num_changes
+            if self.asking.first is not request:
+                self.asking.first = request
+                self.asking.changed()
+            self._stopped_at = self._changes
             return WaitReason.ENCODER
         self._table.hold(request, WaitReason.ENCODER)
         self._held[request.handle] = request
@@ -214,8 +189,8 @@ class Items(Feature):
         return WaitReason.ENCODER
 
     def started(self, request: Request) -> None:
-        if self._first is request:
-            self._first = None
+        if self.asking.first is request:
+            self.asking.first = None
 
     def can_run(self, request: Request) -> bool:
         own = ITEMS.of(request)
@@ -255,10 +230,10 @@ class Items(Feature):
 
     def sending(self, plan: StepPlan, diff: SchedulerOutput) -> SchedulerOutput:
         """Let go of the rows whose last positions the step computes. They keep their room until it is answered."""
-        for handle, row in plan.rows.items() if self._with_items else ():
-            request = self._with_items.get(handle)
-            own = None if request is None else ITEMS.of(request)
-            if request is None or own is None or own.is_done:
+        requests = self.asking.requests
+        for handle, row in plan.rows.items() if requests else ():
+            request = requests.get(handle)
+            if request is None or (own := items_of(request)).is_done:
                 continue
             begin = request.num_computed_tokens
             end = begin + row.num_tokens
@@ -269,119 +244,24 @@ class Items(Feature):
                 own.rows[index].last_step = plan.step
                 self.cache.use(own.rows[index])
             own.move_to(request, end)
-            self._changed()
+            self.asking.changed()
         return diff
 
     def acknowledged(self, record: InFlightStep, output: ModelRunnerOutput) -> None:
-        self._is_due |= self._lacks_room
+        self.asking.room_may_be_free()
 
     # ---- encoding
 
     def after_event(self) -> None:
-        self._ask()
+        self.asking.give()
 
     def after_step(self, *, is_quiet: bool) -> None:
-        if self._spared:
-            self._spared.clear()
-            self._is_due |= self._lacks_room
-        self._ask()
-
-    def _ask(self) -> None:
-        """Give rows and room to requests: to each for its next item, and then for items ahead of it.
-
-        Not while a step is planned: its rows use what may be dropped here.
-        """
-        if not self._is_due:
-            return
-        self._is_due = self._lacks_room = False
-        asking = sorted(filter(self._asks, self._with_items.values()), key=self._rank)
-        for request in asking:
-            own = self._located(request)
-            if not own.is_done and not self._get(request, own, own.first, asking):
-                return
-        for request in asking:
-            own = self._located(request)
-            if own.is_done:
-                continue
-            ahead = own.items[own.first].begin + AHEAD_STEPS * self._core.config.step_tokens
-            for index in range(own.first + 1, len(own.items)):
-                if own.items[index].begin >= ahead:
-                    break
-                if not self._get(request, own, index, ()):
-                    return
-
-    def _asks(self, request: Request) -> bool:
-        """Whether a request needs rows, and nothing else for its next position but blocks and its turn."""
-        own, table, handle = ITEMS.of(request), self._table, request.handle
-        can_run = handle in table.running or request in table.waiting or handle in self._held
-        return own is not None and not own.is_done and can_run
-
-    def _rank(self, request: Request) -> tuple[Any, ...]:
-        return request.status is not RequestStatus.RUNNING, request is not self._first, self._table.waiting.key(request)
-
-    def _located(self, request: Request) -> RequestItems:
-        """Return the items of a request, of which the first is the one that it will need first."""
-        own = ITEMS.of(request)
-        assert own is not None
-        if not own.is_located and request.status is not RequestStatus.RUNNING:
-            own.is_located = True
-            found = max(self._kv.get_computed_blocks(request)[1], self._kv.find_in_all_tiers(request)[1])
-            own.move_to(request, found)
-        return own
-
-    def _get(self, request: Request, own: RequestItems, index: int, asking: Sequence[Request]) -> bool:
-        """Let a request hold an item, which is encoded if it is not there. Returns whether it does.
-
-        ``asking``: those in the order of ``_rank`` which ask; the room of those behind ``request`` may be taken.
-        """
-        rows, item = own.rows[index], own.items[index]
-        if not rows.is_cached:
-            cache, most = self.cache, self._core.config.max_num_batched_tokens
-            if cache.encoding and cache.encoding + rows.num_rows > most:
-                return False
-            taken = cache.make_room(rows.num_rows, self._takeable(request, own, asking))
-            if taken is None:
-                self._lacks_room = True
-                return False
-            for each in taken:
-                self._take(each)
-            self._encodes.append(cache.encode(rows, item))
-            self.num_runs += 1
-            self._num_changes += 1
-        elif index >= own.asked:
-            self.num_hits += 1
-            self.cache.use(rows)
-        if index >= own.asked:
-            own.ask(request)
-        return True
-
-    def _takeable(self, request: Request, own: RequestItems, asking: Sequence[Request]) -> Iterator[ItemRows]:
-        """Return the rows with holders whose room a request may take for its next item, those of the last ones first.
-
-        They are rows that no request before it holds, in the order of ``_rank``.
-        """
-        if not asking:
-            return
-        ranks = {each.handle: at for at, each in enumerate(asking)}
-        behind, last = ranks[request.handle], len(asking)
-        spared = self._spared.keys()
-        held = [rows for rows in self.cache.cached.values() if rows.holders and spared.isdisjoint(rows.holders)]
-        first = {rows.number: min(ranks.get(handle, last) for handle in rows.holders) for rows in held}
-        yield from sorted((r for r in held if first[r.number] >= behind), key=lambda r: -first[r.number])
-
-    def _take(self, rows: ItemRows) -> None:
-        """Drop rows for others; the requests that hold them ask for them again."""
-        for handle in list(rows.holders):
-            request = self._with_items[handle]
-            own = ITEMS.of(request)
-            assert own is not None
-            own.give_back(request, own.rows.index(rows, own.first))
-        self.cache.evict(rows)
+        self.asking.step_planned()
+        self.asking.give()
 
     def take_encodes(self) -> list[Encode]:
         """Return and clear the messages to send."""
-        encodes, self._encodes = self._encodes, []
-        return encodes
+        return self.asking.take_encodes()
 
     def consumes(self) -> Mapping[type, Handler]:
         return {Encoded: self._encoded}
@@ -393,10 +273,10 @@ class Items(Feature):
             self._core.stats.num_stray_messages += 1
             return
         self.encode_seconds += answer.seconds
-        self._changed()
+        self.asking.changed()
         for request in [each for each in self._held.values() if _next_rows(each) is rows]:
             self.stop_waiting(request)
-            self._spared[request.handle] = request
+            self.asking.spared[request.handle] = request
         if answer.problem:
             self._failed(rows, answer.problem)
 
@@ -405,8 +285,9 @@ class Items(Feature):
         requests with that one ask again, and each attempt ends at least those whose file it has read."""
         self.num_failed += 1
         for handle in list(rows.holders):
-            request, own = self._with_items.get(handle), None
-            if request is not None and (own := ITEMS.of(request)) is not None:
+            request = self.asking.requests.get(handle)  # absent: a part of a search that has ended with another part
+            if request is not None:
+                own = items_of(request)
                 index = own.rows.index(rows, own.first)
                 own.give_back(request, index)
                 if own.items[index].path == rows.item.path:
@@ -426,24 +307,16 @@ class Items(Feature):
     def new_epoch(self, *, new_workers: bool) -> bool:
         """Have the rows encoded again by new workers. End requests that no step of the smaller budget could compute."""
         if new_workers:
-            self._encodes = []
             for request in list(self._held.values()):
                 self.stop_waiting(request)
-            for request in self._with_items.values():
-                own = ITEMS.of(request)
-                assert own is not None
-                own.give_back(request, own.first)
-            self.cache.drop_all()
-            self._changed()
+            self.asking.begin_again()
         config = self._core.config
-        for request in [each for each in self._with_items.values() if each.part_of is None]:
-            own = ITEMS.of(request)
-            assert own is not None
-            longest, most = max(longest_atom(item, config) for item in own.items), most_atom_tokens(config)
+        for request in [each for each in self.asking.requests.values() if each.part_of is None]:
+            longest, most = max(longest_atom(i, config) for i in items_of(request).items), most_atom_tokens(config)
             if longest > most:
                 text = f"steps had to become smaller, to {most} positions of an image, and it has {longest}"
                 self._end(request, "item_too_large", "image", text)
-        self._ask()
+        self.asking.give()
         return False
 
     def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
@@ -453,9 +326,9 @@ class Items(Feature):
             found,
             encoder_cache_tokens=self.cache.capacity,
             num_encoder_cache_tokens=self.cache.used,
-            num_encoder_runs=self.num_runs,
+            num_encoder_runs=self.asking.num_runs,
             num_encoder_failures=self.num_failed,
-            num_encoder_hits=self.num_hits,
+            num_encoder_hits=self.asking.num_hits,
             num_encoder_evictions=self.cache.num_evicted,
             encoder_seconds=self.encode_seconds,
         )
@@ -466,7 +339,9 @@ class Items(Feature):
         numbers = dict.fromkeys(holders, 0)
         for request in self._table.requests.values():
             own = ITEMS.of(request)
-            assert (own is not None) == (self._with_items.get(request.handle) is request), f"{request!r}: not counted"
+            assert (own is not None) == (self.asking.requests.get(request.handle) is request), (
+                f"{request!r}: not counted"
+            )
             if own is None:
                 continue
             assert 0 <= own.first <= own.asked <= len(own.items), f"{request!r}: impossible items"

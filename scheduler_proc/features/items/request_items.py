@@ -59,3 +59,10 @@ class RequestItems:
 
 
 ITEMS = RequestPart[RequestItems | None]("items", None)
+
+
+def items_of(request: Request) -> RequestItems:
+    """Return the items of a request that has some."""
+    own = ITEMS.of(request)
+    assert own is not None, f"{request!r} has no items"
+    return own
