@@ -361,6 +361,9 @@ FAMILIES: dict[str, Family] = {
         fields={"embedding_multiplier": "scale_emb"},
         latent=True,
     ),
+    "YoutuForCausalLM": Family(
+        defaults=_DEEPSEEK | {"tie_word_embeddings": True, "max_position_embeddings": 131072}, latent=True
+    ),
     "Glm4MoeForCausalLM": Family(
         defaults={
             "head_dim": 128,

@@ -8,6 +8,7 @@ from quire.protocol.model.model_config import ModelConfig
 from quire.replay.costs.chips import Chip
 from quire.replay.costs.pairs import decode_pairs, prefill_pairs
 from quire.replay.costs.sizes import (
+    attention_weights,
     expert_layers,
     expert_weight_bytes,
     layer_shapes,
@@ -92,6 +93,8 @@ class Roofline(ModelOnChips):
         for (kv_heads, head_dim, own), layers in self._shapes.items():
             queries, keys = self._query_width(head_dim), self._key_width(kv_heads, head_dim) * own
             around = self._product(tokens, hidden, queries + 2 * keys) + self._product(tokens, queries, hidden)
+            if model.latent is not None:  # the projections are several narrow ones
+                around = self._product(tokens, hidden, attention_weights(model) / model.num_layers / hidden / ranks)
             passed = self._stream(tokens * (8 * hidden + 3 * inner + 2 * queries + 2 * keys), kernels=4)
             total += layers * (around + passed)
         exchange = self._chip.link.all_reduce(tokens * hidden * self._bytes, ranks)

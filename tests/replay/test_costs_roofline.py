@@ -7,7 +7,7 @@ import pytest
 
 from quire.bench.measure.shapes import SHAPES
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.model_config import parse_model_config
+from quire.protocol.model.model_config import ModelConfig, parse_model_config
 from quire.protocol.model.weight_format import online_format
 from quire.replay.costs.chips import CHIPS
 from quire.replay.costs.kernel_tables import KernelTableCost
@@ -21,6 +21,16 @@ from quire.replay.run.step_shape import StepShape
 TABLES = Path(__file__).parents[1] / "data" / "kernel_tables_excerpt"
 LLAMA = SHAPES["llama-3.1-8b"]
 H200 = CHIPS["h200"]
+SIZES = {
+    "vocab_size": 73448,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 62,
+    "dtype": "bfloat16",
+}
+LATENTS = parse_model_config(
+    SIZES | {"architectures": ["MiniCPM3ForCausalLM"], "num_attention_heads": 40, "tie_word_embeddings": False}, ""
+)
 ONE = StepShape([], 1, 1000, 1)
 MANY = StepShape([], 256, 256 * 1000, 256)
 PREFILL = StepShape([(2048, 0)], 0, 0, 1)
@@ -69,10 +79,11 @@ class TestRoofline:
         streamed = num_parameters(LLAMA) * 2 / (H200.bandwidth * H200.memory_efficiency)
         assert streamed < Roofline(LLAMA, H200).seconds(ONE) < 1.25 * streamed
 
-    def test_prefill_is_bound_by_products(self) -> None:
-        products = 2 * 2048 * (num_parameters(LLAMA) - 2 * LLAMA.vocab_size * LLAMA.hidden_size)
+    @pytest.mark.parametrize("model", [LLAMA, LATENTS], ids=["keys", "latents"])
+    def test_prefill_is_bound_by_products(self, model: ModelConfig) -> None:
+        products = 2 * 2048 * (num_parameters(model) - 2 * model.vocab_size * model.hidden_size)
         at_peak = products / (H200.flops["bfloat16"] * H200.gemm_efficiency)
-        assert at_peak < Roofline(LLAMA, H200).seconds(PREFILL) < 1.3 * at_peak
+        assert at_peak < Roofline(model, H200).seconds(PREFILL) < 1.3 * at_peak
 
     def test_many_decodes_read_their_contexts(self) -> None:
         cost = Roofline(LLAMA, H200)

@@ -98,6 +98,8 @@ class AttentionSpec:
         norm_eps: epsilon of these norms.
         reach: in an encoder, the tokens on each side that a token attends to; 0: all.
         value_dim: with latents: values are the last ``value_dim`` numbers of the keys; 0: values are separate.
+        key_dim: with ``value_dim``, width of queries, which see only the first ``key_dim`` numbers of the keys; 0: all.
+            Only the native CPU library has it, for prompts over latents (``cpu_expanded.py``).
         layout: equal for layers whose launches differ only in the addresses of weights and caches.
     """
 
@@ -114,6 +116,7 @@ class AttentionSpec:
     norm_eps: float = 1e-6
     reach: int = 0
     value_dim: int = 0
+    key_dim: int = 0
     layout: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -30,7 +30,8 @@ class CpuBackend:
         native: use the C++ library if available; the first process on a machine compiles it, which takes seconds.
         deterministic: a query's result depends, bit for bit, on its own query, keys and values alone: not on the rest
             of the batch, the chunks of its prompt, or the number of threads. The C++ library always guarantees this at
-            no cost. With torch operators it requires computing token by token, which is slow.
+            no cost, but for long prompts over latents (``cpu_expanded.py``). With torch operators it requires computing
+            token by token, which is slow.
     """
 
     name = "cpu"
@@ -41,7 +42,7 @@ class CpuBackend:
         self.native = library if isinstance(library, Native) else None
         self._attention: NativeAttention | FixedOrderAttention | TorchAttention
         if self.native is not None:
-            self._attention, self.supports = NativeAttention(self.native), NATIVE
+            self._attention, self.supports = NativeAttention(self.native, expands=not deterministic), NATIVE
             self._description = f"native, {INSTRUCTIONS.get(self.native.vector_floats, platform.machine())}"
         else:
             self._attention, self.supports = FixedOrderAttention() if deterministic else TorchAttention(), TORCH

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +59,7 @@ class NativeLayer(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "num_blocks")),
         *((name, ctypes.c_int64) for name in ("cache_format", "query_format", "values_from", "block_stride")),
         *((name, ctypes.c_double) for name in ("scale", "soft_cap")),
-        ("value_dim", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("value_dim", "key_dim")),
     )
 
 
@@ -75,17 +76,30 @@ class NativeTokens(ctypes.Structure):
 
 @dataclass(slots=True)
 class NativePlan:
-    """A step in the library's layout, and what keeps the memory that it points to."""
+    """A step in the library's layout, and what keeps the memory that it points to.
+
+    Attributes:
+        expander: computes attention over latents if long prompts are to be expanded (``cpu_expanded.py``).
+        parts: the rows by their form, made at the first layer with latents.
+    """
 
     step: NativeStep
     batch: StepBatch
     prefixes: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None
+    expander: "NativeAttention | None" = None
+    parts: list[Any] | None = None
 
 
 class NativeAttention:
-    """Calls of the native library. Stateless."""
+    """Calls of the native library. Stateless.
 
-    def __init__(self, native: Native) -> None:
+    Args:
+        expands: long prompts over latents are expanded. Not in deterministic mode: the two forms round differently, and
+            the chunks of a prompt, preemption and recovery would decide which one computes a token.
+    """
+
+    def __init__(self, native: Native, *, expands: bool = False) -> None:
+        self._expands = expands
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         step, layer, tokens = ctypes.POINTER(NativeStep), ctypes.POINTER(NativeLayer), ctypes.POINTER(NativeTokens)
         self._attention = native.function(
@@ -126,7 +140,7 @@ class NativeAttention:
             batch.chunk,
             0 if prefixes is None else len(prefixes[1]),
         )
-        return NativePlan(step, batch, prefixes)
+        return NativePlan(step, batch, prefixes, self if self._expands else None)
 
     def attend(
         self,
@@ -216,6 +230,7 @@ def _layer(spec: AttentionSpec, kv_cache: torch.Tensor, dtype: torch.dtype, plan
         spec.scale,
         spec.soft_cap,
         spec.value_dim,
+        spec.key_dim or head_dim,
     )
 
 

@@ -76,12 +76,12 @@ def write(
 
 
 def write_latents(kv_cache: torch.Tensor, latents: torch.Tensor | None, batch: StepBatch) -> None:
-    """Copy latents, ``[num_tokens, 1, head_dim]`` or None, to their slots."""
+    """Copy latents, ``[num_tokens, 1, head_dim]`` or None, to their slots. The cache may be packed (strided)."""
     if latents is None:
         return
     tokens = torch.nonzero(batch.slot_mapping >= 0).view(-1)
-    rows = latents[tokens, 0].to(kv_cache.dtype)
-    kv_cache.view(-1, rows.shape[1]).index_copy_(0, batch.slot_mapping[tokens], rows)
+    slots, block_size = batch.slot_mapping[tokens], kv_cache.shape[3]
+    kv_cache[0, :, 0][slots // block_size, slots % block_size] = latents[tokens, 0].to(kv_cache.dtype)
 
 
 def _attend_latents(query: torch.Tensor, kv_cache: torch.Tensor, batch: StepBatch, spec: AttentionSpec) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from quire.protocol.errors import ConfigError
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention, Rotary
+from quire.worker_proc.attention.cpu_expanded import LatentPart, attend_expanded, latent_parts
 from quire.worker_proc.models.head_products import HeadProducts, head_products
 from quire.worker_proc.models.module import Module
 from quire.worker_proc.models.weight_slot import WeightSlot
@@ -22,6 +23,7 @@ class LatentAttention(Module):
     the query's product with the same matrix, and attention needs no keys: it is that of many query heads over one key,
     the latent, whose own last numbers are the value. Each latent is read once for all heads. The result is multiplied
     by the matrix of the head's values. A latent is in the cache with the rotated numbers first, where backends rotate.
+    Long prompts have the expanded form where it is faster (``latent_parts``): keys and values of each head.
 
     Raises:
         ConfigError: the heads cannot be divided among the ranks. Each rank has all latents.
@@ -63,28 +65,69 @@ class LatentAttention(Module):
         )
         self._absorb: HeadProducts | None = None
         self._values: HeadProducts | None = None
+        self._heads: list[HeadProducts] = []  # of expanded prompts: a second copy of the matrix, in its own order
 
     def __call__(
         self, x: torch.Tensor, kv_cache: torch.Tensor, plan: Any, backend: LayerAttention, rotary: Rotary | None
     ) -> torch.Tensor:
         """Map ``[num_tokens, hidden_size]`` to the same shape, summed over the ranks."""
-        latent, ops, heads, tokens = self.latent, self.build.ops, self.num_heads, len(x)
+        latent, heads, tokens = self.latent, self.num_heads, len(x)
         narrow = self.narrow(x)
         if self.query_norm is not None:
-            x = ops.rms_norm(narrow[:, : latent.query_rank], self.query_norm, LATENT_EPS)
+            x = self.build.ops.rms_norm(narrow[:, : latent.query_rank], self.query_norm, LATENT_EPS)
             narrow = narrow[:, latent.query_rank :]
         query = self.query(x).view(tokens, heads, latent.key_dim)
-        if self._absorb is None or self._values is None:
+        if self._absorb is None:
             self._multiply_by_head(deterministic=False)
+        parts = latent_parts(plan, latent) if self._heads else ()
+        if parts:
+            assert rotary is not None
+            values = x.new_zeros(tokens, heads, latent.value_dim)
+            for part in parts:
+                own = part.tokens
+                turned = Rotary(rotary.table, rotary.positions[own])
+                if part.blocks is None:
+                    values[own] = self._absorbed(query[own], narrow[own], kv_cache, part.plan, backend, turned)
+                else:
+                    values[own] = self._expanded(query[own], narrow[own], kv_cache, part, turned)
+        else:
+            values = self._absorbed(query, narrow, kv_cache, plan, backend, rotary)
+        return self.build.parallel.all_reduce(self.o(values.reshape(tokens, -1)))
+
+    def _absorbed(
+        self,
+        query: torch.Tensor,
+        narrow: torch.Tensor,
+        kv_cache: torch.Tensor,
+        plan: Any,
+        backend: LayerAttention,
+        rotary: Rotary | None,
+    ) -> torch.Tensor:
+        """Return the heads' results, ``[num_tokens, num_heads, value_dim]``, by attention to latents."""
+        latent, heads = self.latent, self.num_heads
         assert self._absorb is not None and self._values is not None
-        joined = x.new_empty(tokens, heads + 1, latent.width)
+        joined = query.new_empty(len(query), heads + 1, latent.width)
         self._put_rotated(joined[:, :heads], query[..., latent.nope_dim :])
         joined[:, :heads, latent.rope_dim :] = self._absorb(query[..., : latent.nope_dim])
-        self._put_rotated(joined[:, heads], narrow[:, latent.rank :])
-        joined[:, heads, latent.rope_dim :] = ops.rms_norm(narrow[:, : latent.rank], self.latent_norm, LATENT_EPS)
-        attended = backend.attend(joined, kv_cache, plan, self.spec, rotary)
-        values = self._values(attended).reshape(tokens, -1)
-        return self.build.parallel.all_reduce(self.o(values))
+        self._put_latents(joined[:, heads], narrow)
+        return self._values(backend.attend(joined, kv_cache, plan, self.spec, rotary))
+
+    def _expanded(
+        self, query: torch.Tensor, narrow: torch.Tensor, kv_cache: torch.Tensor, part: LatentPart, rotary: Rotary
+    ) -> torch.Tensor:
+        """As ``_absorbed``, by attention to keys and values of each head."""
+        latent = self.latent
+        joined, latents = torch.empty_like(query), query.new_empty(len(query), 1, latent.width)
+        self._put_rotated(joined, query[..., latent.nope_dim :])
+        joined[..., latent.rope_dim :] = query[..., : latent.nope_dim]
+        self._put_latents(latents[:, 0], narrow)
+        return attend_expanded(part, joined, latents, kv_cache, self.spec, rotary, self._heads, latent.value_dim)
+
+    def _put_latents(self, target: torch.Tensor, narrow: torch.Tensor) -> None:
+        """Write the tokens' latents, ``[num_tokens, rope_dim + rank]``, from their projection."""
+        rank = self.latent.rank
+        self._put_rotated(target, narrow[:, rank:])
+        target[:, self.latent.rope_dim :] = self.build.ops.rms_norm(narrow[:, :rank], self.latent_norm, LATENT_EPS)
 
     def _put_rotated(self, target: torch.Tensor, numbers: torch.Tensor) -> None:
         """Copy the numbers to rotate, ``[.., rope_dim]``; neighbours that rotate together go to two halves."""
@@ -112,6 +155,8 @@ class LatentAttention(Module):
         keys, values = wide[:, : latent.nope_dim].transpose(1, 2), wide[:, latent.nope_dim :]
         self._absorb = head_products(keys, build.activation_dtype, deterministic=deterministic)
         self._values = head_products(values, build.activation_dtype, deterministic=deterministic)
+        if self._absorb.is_packed and not deterministic:
+            self._heads = [head_products(head[None], build.activation_dtype, deterministic=False) for head in wide]
 
     def set_kv_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         raise AssertionError("a cache of latents has no scales")

@@ -9,6 +9,7 @@ from quire.protocol.model.kv_layout import DTYPE_BYTES, KVLayout
 from quire.protocol.process.host_limits import available_bytes
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan
+from quire.worker_proc.attention.cpu_expanded import expansion_bytes
 
 log = event_logger("worker")
 
@@ -57,6 +58,7 @@ def plan_memory(
     else:
         total = psutil.virtual_memory().total
         usable = available_bytes() // config.sharing(rank)[0]
+        activations += expansion_bytes(config)
     # One more than a step may use, to which an adapter is loaded while the others are in use.
     adapters = (config.max_loras + 1) * adapter_bytes if device.type == "cuda" else 0
     left = usable - weight_bytes - activations - adapters - image_bytes

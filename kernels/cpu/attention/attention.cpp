@@ -78,22 +78,23 @@ class Attend {
           rows_(item.count * call.group()) {
         first_ = call.first_key(item.position);
         last_ = item.shared ? item.position : item.position + item.count;
-        work.fit(rows_, width_);
+        work.fit(rows_, std::max(width_, out_width_));
         const QuireLayer& layer = *call.layer;
+        within_ = layer.value_dim && layer.key_dim + layer.value_dim > layer.head_dim;
         words_ = Words::COMPILED && layer.query_format == BFLOAT16 && layer.cache_format == BFLOAT16 &&
-                 layer.head_dim % (2 * VF) == 0;
+                 layer.key_dim % (2 * VF) == 0;
         const bool many = rows_ > STAGED_FROM;
         // Lanes that are keys need no sums of lanes. Widened keys of a prefill do not gain: their first and last tiles are
         // computed whole.
         turned_ = many && (item.shared || words_);
         // Widened copies pay off if several passes would widen the same numbers, or if rows do not fill registers.
-        staged_ = turned_ || width_ != layer.head_dim || out_width_ != call.value_dim() || (sizeof(T) < 4 && many);
+        staged_ = turned_ || width_ != layer.key_dim || out_width_ != call.value_dim() || (sizeof(T) < 4 && many);
     }
 
     void run(float* partials, int64_t partial_size) {
         const int64_t first_tile = std::max(first_, item_.first_split * SPLIT) / TILE;
         locate(call_, item_, first_tile, first_, last_, false, keys_);
-        Ahead{reinterpret_cast<const char* const*>(keys_), row_bytes()}.fetch(0, TILE);
+        Ahead{reinterpret_cast<const char* const*>(keys_), key_bytes()}.fetch(0, TILE);
         load_query();
         begin();
         for (int64_t split = item_.first_split; split < item_.last_split; split++) {
@@ -157,9 +158,9 @@ class Attend {
             const int64_t token = token_of(row), head = item_.head * group + row % group;
             const char* from = call_.query + (token * call_.token_stride + head * call_.head_stride) * bytes;
             if (words_)
-                std::memcpy(work_.query + row * width_ / 2, from, layer.head_dim * bytes);
+                std::memcpy(work_.query + row * width_ / 2, from, layer.key_dim * bytes);
             else
-                widen_row(layer.query_format, from, layer.head_dim, factor, work_.query + row * width_);
+                widen_row(layer.query_format, from, layer.key_dim, factor, work_.query + row * width_);
         }
     }
 
@@ -175,9 +176,7 @@ class Attend {
         const int first = int(std::max<int64_t>(first_ - base, 0)), last = int(std::min<int64_t>(last_ - base, TILE));
         locate(call_, item_, tile, first_, last_, true, values_);
         const int from = first / 4 * 4, groups = (last - from + 3) / 4;
-        // The values of latents are read with the keys.
-        const bool apart = !call_.layer->value_dim;
-        const Ahead value_rows{apart ? reinterpret_cast<const char* const*>(values_) : nullptr, row_bytes()};
+        const Ahead value_rows{within_ ? nullptr : reinterpret_cast<const char* const*>(values_), value_bytes()};
         if (words_) {
             score<Words>(reinterpret_cast<const float* const*>(keys_), width_ / 2, from, groups, value_rows);
         } else if (staged_) {
@@ -191,9 +190,9 @@ class Attend {
 
         const bool more = base + TILE < last_ && base + TILE < item_.last_split * SPLIT;
         if (more) locate(call_, item_, tile + 1, first_, last_, false, keys_);
-        const Ahead next{more ? reinterpret_cast<const char* const*>(keys_) : nullptr, row_bytes()};
+        const Ahead next{more ? reinterpret_cast<const char* const*>(keys_) : nullptr, key_bytes()};
         if (staged_) {
-            const float* const* values = apart || words_ ? widen_values(first, last) : from_keys(first, last);
+            const float* const* values = within_ && !words_ ? from_keys(first, last) : widen_values(first, last);
             interleave(rows_, next, [&](int row, int count) {
                 const float* weights = work_.scores + row * TILE;
                 float* const out = work_.out + row * out_width_;
@@ -236,7 +235,7 @@ class Attend {
 
     // Rows [first, last) of a tile in float32, and pointers to them.
     const float* const* widen(const T* const* rows, int first, int last, float* to) {
-        return widen(rows, first, last, to, call_.layer->head_dim, width_);
+        return widen(rows, first, last, to, call_.layer->key_dim, width_);
     }
 
     const float* const* widen_values(int first, int last) {
@@ -291,13 +290,14 @@ class Attend {
         }
     }
 
-    int64_t row_bytes() const { return call_.layer->head_dim * int64_t(sizeof(T)); }
+    int64_t key_bytes() const { return call_.layer->key_dim * int64_t(sizeof(T)); }
+    int64_t value_bytes() const { return call_.value_dim() * int64_t(sizeof(T)); }
 
     Call& call_;
     const Item& item_;
     Workspace& work_;
     int64_t width_, out_width_, rows_, first_, last_;
-    bool words_, turned_, staged_;
+    bool within_, words_, turned_, staged_;  // within_: values are numbers of the keys, and are read with them
     float factor_ = 1;  // of the scores, unless the queries contain it
     const T* keys_[TILE];
     const T* values_[TILE];
@@ -391,7 +391,7 @@ class AttentionOperation final : public Operation {
         int64_t macs = 0;
         for (int64_t i = 0; i < step.num_rows; i++)
             macs += int64_t(step.seq_lens[i]) * (step.query_start_loc[i + 1] - step.query_start_loc[i]);
-        macs *= layer_.num_heads * layer_.head_dim;
+        macs *= layer_.num_heads * layer_.key_dim;
         const int threads = macs < ONE_THREAD_MACS ? 1 : max_threads();
         memory_->shared.plan_prefixes(call, threads, memory_->place);
         memory_->own.plan_rows(call, threads, memory_->place);

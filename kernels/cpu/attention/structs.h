@@ -24,7 +24,8 @@ struct QuireLayer {
     int64_t num_heads, num_kv_heads, head_dim, num_blocks, cache_format, query_format;
     int64_t values_from, block_stride;  // of the cache, in its elements: distances from keys to values, and of blocks
     double scale, soft_cap;
-    int64_t value_dim;  // latents: values are the last value_dim numbers of the keys, and the cache has no others; 0: not
+    int64_t value_dim;  // values are the last value_dim numbers of the keys' head_dim, and the cache has no others; 0: not
+    int64_t key_dim;    // numbers of a query and of a key, which are the first of its head_dim; head_dim but for expanded latents
 };
 
 // The tokens to prepare: all in query_format, strides in elements, the last dimension contiguous.

@@ -36,7 +36,7 @@ struct Call {
     std::atomic<int64_t> error{0};
 
     int64_t group() const { return layer->num_heads / layer->num_kv_heads; }
-    int64_t width() const { return padded(layer->head_dim); }
+    int64_t width() const { return padded(layer->key_dim); }
     int64_t value_dim() const { return layer->value_dim ? layer->value_dim : layer->head_dim; }
     int64_t out_width() const { return padded(value_dim()); }
     int64_t block_tokens() const { return std::max<int64_t>(1, BLOCK_ROWS / group()); }

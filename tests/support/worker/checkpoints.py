@@ -130,6 +130,7 @@ FAMILIES |= {
     "deepseek_v3": ("DeepseekV3", LATENTS | ROUTED),
     "glm4_moe_lite": ("Glm4MoeLite", LATENTS | ROUTED | {"n_group": 1, "topk_group": 1, "q_lora_rank": None}),
     "minicpm3": ("MiniCPM3", LATENTS | {"num_hidden_layers": 3, "dim_model_base": 16, "head_dim": 4}),
+    "youtu": ("Youtu", LATENTS | {"attention_bias": True}),
     "glm4_moe": ("Glm4Moe", ROUTED | {"head_dim": 8, "use_qk_norm": True, "attention_bias": True}),
     "dots1": ("Dots1", ROUTED | {"head_dim": 8, "sliding_window": 8, "max_window_layers": 1}),
 }

@@ -1,14 +1,18 @@
 """Attention over latents on a CPU, with the products by head around it: equal to attention over expanded keys."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiers import thinned
 
-from quire.worker_proc.attention.backend import AttentionSpec, Rotary, StepBatch
+from quire.protocol.model.latent_config import LatentConfig
+from quire.worker_proc.attention import cpu_expanded
+from quire.worker_proc.attention.backend import AttentionSpec, Rotary, SharedPrefix, StepBatch
 from quire.worker_proc.attention.cpu import CpuBackend
+from quire.worker_proc.attention.cpu_expanded import LatentPart, attend_expanded, latent_parts
 from quire.worker_proc.attention.rope import rotate
 from quire.worker_proc.models.head_products import TorchHeads, head_products
 
@@ -31,6 +35,10 @@ STEPS = {
 BLOCK, TABLE = 16, 64
 
 
+def latent_config(heads: int, rank: int, rope: int, nope: int, value: int) -> LatentConfig:
+    return LatentConfig(rank=rank, rope_dim=rope, nope_dim=nope, value_dim=value)
+
+
 @pytest.fixture(autouse=True)
 def _inference() -> Iterator[None]:
     with torch.inference_mode():
@@ -48,7 +56,9 @@ class Latents:
         self.latents = [torch.randn(sum(row), rope + rank, generator=rng).to(dtype).float() for row in rows]
         self.queries = [torch.randn(sum(row), heads, nope + rope, generator=rng) for row in rows]
         self.table = torch.randperm(TABLE * len(rows), generator=rng).int().view(len(rows), TABLE) + 1
-        self.cache = torch.full((1, TABLE * len(rows) + 1, 1, BLOCK, rope + rank), torch.nan, dtype=dtype)
+        # Packed: the blocks of another layer lie between those of this one.
+        packed = torch.full((TABLE * len(rows) + 1, 2, 1, BLOCK, rope + rank), torch.nan, dtype=dtype)
+        self.cache = packed.transpose(0, 1)[:1]
         self.cache[0, 0] = 0
         angles = torch.outer(torch.arange(1024.0), 0.9 ** torch.arange(rope // 2))
         cos, sin = angles.cos(), angles.sin()
@@ -79,7 +89,9 @@ class Latents:
             outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), expanded[..., nope:]))
         return torch.cat(outs)
 
-    def attend(self, backend: CpuBackend, *, deterministic: bool = False) -> torch.Tensor:
+    def attend(
+        self, backend: CpuBackend, *, deterministic: bool = False, expanded: bool = False, prefixes: Any = ()
+    ) -> torch.Tensor:
         heads, rank, rope, nope, _ = self.shape
         absorb, values = (
             head_products(each, torch.float32, deterministic=deterministic)
@@ -89,16 +101,29 @@ class Latents:
         )
         query = torch.cat([own[context:] for (context, _), own in zip(self.rows, self.queries, strict=True)])
         latents = torch.cat([own[context:] for (context, _), own in zip(self.rows, self.latents, strict=True)])
-        joined = torch.cat((query[..., nope:], absorb(query[..., :nope])), -1)
-        joined = torch.cat((joined, latents[:, None]), 1)
         positions = [torch.arange(context, context + new) for context, new in self.rows]
         slots = [self.table[row][own // BLOCK].long() * BLOCK + own % BLOCK for row, own in enumerate(positions)]
         new, total = (np.array(each, np.int32) for each in zip(*[(n, c + n) for c, n in self.rows], strict=True))
         starts = torch.from_numpy(np.concatenate([[0], new.cumsum()]).astype(np.int32))
-        batch = StepBatch(starts, torch.from_numpy(total), self.table, torch.cat(slots), new, total, BLOCK)
+        lens = starts, torch.from_numpy(total), self.table, torch.cat(slots), new, total
+        plan = backend.plan(StepBatch(*lens, BLOCK, prefixes=prefixes))
         spec = AttentionSpec(heads, 1, rope + rank, self.scale, value_dim=rank)
-        rotary = Rotary(self.angles, torch.cat(positions))
-        return values(backend.attend(joined, self.cache, backend.plan(batch), spec, rotary))
+        parts = latent_parts(plan, latent_config(*self.shape)) if expanded else [LatentPart(slice(None), plan, None)]
+        outs = []
+        for part in parts:
+            own, some = part.tokens, query[part.tokens]
+            rotary = Rotary(self.angles, torch.cat(positions)[own])
+            rotated = some[..., nope:]
+            if part.blocks is None:
+                joined = torch.cat((rotated, absorb(some[..., :nope])), -1)
+                joined = torch.cat((joined, latents[own, None]), 1)
+                outs.append(values(backend.attend(joined, self.cache, part.plan, spec, rotary)))
+            else:
+                whole = torch.cat((rotated, some[..., :nope]), -1)
+                heads = [head_products(head[None], torch.float32, deterministic=False) for head in self.wide]
+                tokens = whole, latents[own, None].clone(), self.cache
+                outs.append(attend_expanded(part, *tokens, spec, rotary, heads, self.shape[-1]))
+        return torch.cat(outs)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -108,6 +133,49 @@ def test_absorbed_attention_equals_expanded(shape: str, rows: list[tuple[int, in
     latents = Latents(SHAPES[shape], rows)
     result = latents.attend(WAYS[way], deterministic=way == "fixed order").double()
     torch.testing.assert_close(result, latents.expected(), atol=1e-4, rtol=1e-4)
+
+
+PROMPTS = [(30, 1), (0, 37), (64, 90), (70, 2), (513, 1), (500, 130), (0, 9)]
+"""Rows between expanded ones are absorbed, alone and together."""
+
+
+NEEDS_NATIVE = pytest.mark.skipif(WAYS["native"].native is None, reason="no C++ compiler")
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize(
+    ("shape", "scratch"),
+    [("odd", 1), ("many heads", 10**6), pytest.param("GLM-4.7-Flash", 10**6, marks=pytest.mark.full)],
+)
+def test_expanded_prompts_beside_absorbed_rows(shape: str, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One head at a time, and many; latents in pieces of three blocks; a prefix of rows of both forms."""
+    for name, value in (("FEWEST_TOKENS", 37), ("EXPANSION_COST", 0), ("PAIR_COST", 0)):
+        monkeypatch.setattr(cpu_expanded, name, value)
+    monkeypatch.setattr(cpu_expanded, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(cpu_expanded, "TOKENS_AT_ONCE", 3 * BLOCK)
+    results, caches = [], []
+    for expanded in (True, False):
+        latents = Latents(SHAPES[shape], PROMPTS)
+        latents.latents[5][:256] = latents.latents[4][:256]
+        latents.table[5, : 256 // BLOCK] = latents.table[4, : 256 // BLOCK]
+        shared = (SharedPrefix(np.array([4, 5]), 256),)
+        results.append(latents.attend(WAYS["native"], expanded=expanded, prefixes=shared).double())
+        caches.append(latents.cache)
+        torch.testing.assert_close(results[-1], latents.expected(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*caches, atol=1e-6, rtol=0, equal_nan=True)
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize(
+    ("context", "new", "deterministic", "count"),
+    [(0, 127, False, 0), (0, 128, False, 1), (4096, 256, False, 0), (4096, 512, False, 1), (4096, 512, True, 0)],
+)
+def test_prompts_are_expanded_where_that_is_faster(context: int, new: int, deterministic: bool, count: int) -> None:
+    total = np.array([context + new], np.int32)
+    step = torch.tensor([0, new]).int(), torch.from_numpy(total), torch.zeros(1, 512).int(), torch.arange(new)
+    plan = CpuBackend(deterministic=deterministic).plan(StepBatch(*step, np.array([new], np.int32), total, BLOCK))
+    assert len(latent_parts(plan, latent_config(*SHAPES["GLM-4.7-Flash"]))) == count
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

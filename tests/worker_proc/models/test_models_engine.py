@@ -4,6 +4,7 @@ They have several KV groups, blocks that are freed before a window, prefix cache
 """
 
 import random
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from inprocess import InProcessEngine
 
 from quire.kernels.cache.pointer_table import TableSet
 from quire.kernels.cache.slot_mapping import slot_mappings_reference
-from quire.worker_proc.attention import cpu
+from quire.kernels.cpu.native.library import load_native
+from quire.worker_proc.attention import cpu, cpu_expanded
 from quire.worker_proc.attention.supports import Supports
 from quire.worker_proc.execute import device_inputs
+from quire.worker_proc.models import latent_attention
 
 pytestmark = pytest.mark.full
 
@@ -80,9 +83,19 @@ def test_tokens_equal_transformers(
         assert bool(mapped) == (mode == DEVICE_SLOTS)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
-def test_latents_with_a_small_budget(family: str, checkpoint_factory: Callable[..., tuple[Path, Any]]) -> None:
-    """Steps of at most 24 tokens, blocks of 16, three prompts at once, and one again."""
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"])
+def test_latents_with_a_small_budget(
+    family: str,
+    expanded: bool,
+    checkpoint_factory: Callable[..., tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of at most 24 tokens, blocks of 16, three prompts at once, and one again; also with chunks expanded."""
+    for name in ("FEWEST_TOKENS", "PAIR_COST", "EXPANSION_COST") if expanded else ():
+        monkeypatch.setattr(cpu_expanded, name, 5 if name == "FEWEST_TOKENS" else 0)
+    filled = unittest.mock.Mock(wraps=cpu_expanded.attend_expanded)
+    monkeypatch.setattr(latent_attention, "attend_expanded", filled)
     folder, reference = checkpoint_factory(family)
     prompts = _prompts()[6:12:2]
     engine = InProcessEngine(folder, max_model_len=96, block_size=16, max_num_batched_tokens=24, max_num_seqs=8)
@@ -94,3 +107,4 @@ def test_latents_with_a_small_budget(family: str, checkpoint_factory: Callable[.
     engine.add("again", prompts[-1], max_tokens=NEW_TOKENS)
     again = engine.run()["again"]
     assert again.tokens == wanted[-1] and again.num_cached_tokens == len(prompts[-1]) // 16 * 16
+    assert filled.called == (expanded and load_native() is not None)

@@ -12,6 +12,7 @@ import torch
 from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import StateTensor, kv_layout
+from quire.protocol.model.latent_config import LatentConfig
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.process import host_limits
 from quire.protocol.wire.worker_messages import MemoryPlan
@@ -51,6 +52,15 @@ def test_cpu_pool_of_a_small_context_is_one_gib() -> None:
     assert LAYOUT.block_bytes == BLOCK
     assert (made.device, made.total, made.weights, made.block_size) == ("cpu", 4096 * MIB, 10 * MIB, 16)
     assert made.num_blocks == 1024 * MIB // BLOCK and made.kv_cache == made.num_blocks * BLOCK
+
+
+def test_expanded_prompts_over_latents_are_reserved_on_a_cpu() -> None:
+    """Of each head 100 numbers, of which 80 are projected from 32 in 4 layers; a scratch for 2**20 tokens of a head."""
+    latent = LatentConfig(rank=32, rope_dim=20, nope_dim=30, value_dim=50)
+    model = msgspec.structs.replace(MODEL, latent=latent, dtype="float32")
+    sizes: dict[str, Any] = {"model": model, "dtype": "float32", "max_model_len": 2**20, "num_blocks_override": 8}
+    added = plan(**sizes).activations - plan(**sizes, deterministic=True).activations
+    assert added == 4 * (4 * 8 * 80 * 32 + (2**20 + 2 * 2048) * 100)
 
 
 def test_engines_on_a_cpu_divide_the_default_pool(monkeypatch: pytest.MonkeyPatch) -> None:
