@@ -19,6 +19,7 @@ from quire.scheduler_proc import scheduler
 from quire.scheduler_proc.core import in_flight, planner, results, step
 from quire.scheduler_proc.features import suspects, transfers
 from quire.scheduler_proc.features.adapters import adapter_state, slots, turns
+from quire.scheduler_proc.features.items import encoder_cache, items
 from quire.scheduler_proc.kv import block_pool, forks, manager
 from quire.scheduler_proc.process import front_ends, worker_group
 from quire.scheduler_proc.process import loop as scheduler_loop
@@ -217,6 +218,10 @@ def _hits_of_any_adapter() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(
         block_hash.BlockHasher, "chain", lambda self, salt="", adapter="", *rest, **names: real(self, salt, **names)
     )
+
+
+def _hits_of_any_image() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(items.Items, "hashing", lambda self, event, chain: chain)
 
 
 @contextlib.contextmanager
@@ -432,5 +437,24 @@ MUTATIONS = (
         "F1, I6",
         lambda: mock.patch.object(slots.AdapterSlots, "drop_all", lambda self: None),
         seed=5,
+    ),
+    Mutation("blocks of one image are hits for another one", "I5", _hits_of_any_image, seed=10),
+    Mutation(
+        "positions of an image are computed before its rows are there",
+        "I5",
+        lambda: mock.patch.object(encoder_cache.ItemRows, "is_ready", property(lambda self: self.is_cached)),
+        seed=12,
+    ),
+    Mutation(
+        "rows of images are dropped while a step uses them",
+        "I5",
+        lambda: mock.patch.object(encoder_cache.EncoderCache, "may_drop", lambda self, rows: rows.is_ready),
+        seed=12,
+    ),
+    Mutation(
+        "new workers are expected to have the rows of the old ones",
+        "F1",
+        lambda: mock.patch.object(encoder_cache.EncoderCache, "drop_all", lambda self: None),
+        seed=106,
     ),
 )

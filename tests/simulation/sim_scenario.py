@@ -165,12 +165,16 @@ class SimRequest:
 
     @property
     def images(self) -> list[InputItem]:
-        """The images of its prompt, if the model reads any. Those of its shared prefix are shared too."""
+        """The images of its prompt, if the model reads any. A shared prefix has one of two sets."""
         found: list[InputItem] = []
         if self.session:
             return found
-        ends = (self.prefix[1], len(self.prompt))
-        for begin, end, rng in zip((0, ends[0]), ends, map(random.Random, (self.prefix[0], self.own[0])), strict=True):
+        parts = (
+            (0, self.prefix[1], 2 * self.prefix[0] + self.own[0] % 2),
+            (self.prefix[1], len(self.prompt), self.own[0]),
+        )
+        for begin, end, seed in parts:
+            rng = random.Random(seed)
             at = begin + rng.choice((0, 0, 3))
             while at + (size := rng.choice((1, 2, MAX_IMAGE))) <= end and rng.random() < 0.8:
                 found.append(image(f"{rng.randrange(5)} {size}", (at, size)))
