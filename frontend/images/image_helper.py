@@ -78,9 +78,11 @@ class ImageHelper:
             Refused: images of this checkpoint cannot be read here.
             HelperDied: it ended.
         """
-        if self._is_killed:
+        if not self._is_killed:
+            self._problem = self._problem or self._helper.start().decode()
+        if self._is_killed:  # perhaps before there was a process to kill
+            self._helper.close()
             raise Refused(BUSY, is_busy=True)
-        self._problem = self._problem or self._helper.start().decode()
         if self._problem:  # then it ended, and would end again
             raise Refused(self._problem)
 

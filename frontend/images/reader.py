@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from quire.frontend.images.base64_text import decode_base64
 from quire.frontend.images.fetch import Fetcher
@@ -87,8 +88,13 @@ class HelperReader:
         self._fetches.shutdown(wait=False, cancel_futures=True)
         for helper in self._helpers:
             helper.kill()
-        while not self._idle.empty():
-            self._idle.get().close()
+        idle = []
+        with suppress(queue.Empty):
+            while True:
+                idle.append(self._idle.get_nowait())
+        for helper in idle:
+            helper.close()
+            self._idle.put(helper)  # a thread that comes late gets Refused of it
 
     def _submit(self, sources: Sequence[ImageSource]) -> list[Future[StoredImage]]:
         most = self._options.max_images

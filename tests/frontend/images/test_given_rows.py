@@ -1,7 +1,6 @@
 """Prompts given as embeddings: forms that are read, and what is refused by the field's name."""
 
 import base64
-import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +63,6 @@ def test_file_lives_as_long_as_its_object(reader: RowsReader) -> None:
     path = Path(stored.path)
     assert path.exists()
     del stored
-    gc.collect()
     assert not path.exists()
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -90,17 +89,14 @@ def test_file_lives_as_long_as_the_last_reference(reader: HelperReader, store: I
     for each in range(12):  # a quarter of the memory is for images that no request has
         read(reader, image_file("PNG", (99, 99 - each)))
     del image
-    gc.collect()
     assert path.exists() and Path(other.path).exists()
     del other
-    gc.collect()
     assert not path.exists()
     assert sum(file.stat().st_size for file in path.parent.iterdir()) <= 2**20 // 4
 
 
 def test_the_next_turn_finds_its_images(reader: HelperReader) -> None:
     [path] = [image.path for image in read(reader, image_file())]
-    gc.collect()
     assert [image.path for image in read(reader, image_file())] == [path]
 
 
@@ -242,7 +238,6 @@ class TestFolders:
         if not child:
             store.close()
             del image
-            gc.collect()
             os._exit(0)
         os.waitpid(child, 0)
         assert Path(image.path).exists()
