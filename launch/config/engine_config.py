@@ -308,9 +308,10 @@ def _encoder_cache_tokens(options: EngineOptions, model: ModelConfig) -> int:
                 f"{model.architecture} reads text only: omit the flag"
             )
         return 0
+    if options.enable_prompt_embeds and not options.enable_chunked_prefill:
+        raise ConfigError("--enable-prompt-embeds needs --enable-chunked-prefill: omit one of the two flags")
     if wanted != 0 and not options.enable_chunked_prefill:
-        flags = "--enable-prompt-embeds" if options.enable_prompt_embeds else "a model that reads images"
-        raise ConfigError(f"{flags} needs --enable-chunked-prefill: for text only, set --encoder-cache-tokens 0")
+        raise ConfigError("images need --enable-chunked-prefill: for text only, set --encoder-cache-tokens 0")
     if wanted == 0 and options.enable_prompt_embeds:
         raise ConfigError("--enable-prompt-embeds needs --encoder-cache-tokens of at least 1 (got 0): omit that flag")
     return DEFAULT_ENCODER_CACHE if wanted is None else wanted
