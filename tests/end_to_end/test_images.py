@@ -1,6 +1,6 @@
 """Images through the whole engine: answers equal transformers', whichever way an image comes.
 
-The checkpoint is LLaVA's class with random weights, a tokenizer of words, and the real processor.
+The checkpoints have random weights, a tokenizer of words, and the real processors.
 """
 
 import base64
@@ -26,8 +26,9 @@ from quire.protocol.errors import InvalidRequest
 pytestmark = pytest.mark.slow
 
 TEMPLATE = (
-    "{% for m in messages %}w10 {% for c in m.content %}{% if c.type == 'image' %}<image> {% elif c.type == 'text' %}"
-    "{{ c.text }} {% endif %}{% endfor %}w11 {% endfor %}{% if add_generation_prompt %}w12{% endif %}"
+    "{% for m in messages %}w10 {% for c in m.content %}{% if c.type == 'image' %}w13 <image> w14 "
+    "{% elif c.type == 'text' %}{{ c.text }} {% endif %}{% endfor %}w11 {% endfor %}"
+    "{% if add_generation_prompt %}w12{% endif %}"
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 FLAGS = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 60, "block_size": 8}
@@ -36,23 +37,44 @@ FLAGS = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 60
 class Reference:
     """A checkpoint in ``folder``, and transformers' answers to its prompts."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import LlavaProcessor, PreTrainedTokenizerFast
+    def __init__(self, folder: Path, family: str) -> None:
+        from transformers import PreTrainedTokenizerFast
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+        from transformers.models.llava.processing_llava import LlavaProcessor
+        from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        class QwenProcessor(Qwen2_5_VLProcessor):
+            def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+                """Accept None for what processes videos, which needs torchvision."""
 
         words = [f"w{i}" for i in range(128)]
-        words[:3], words[IMAGE] = ["<unk>", "<s>", "</s>"], "<image>"
+        words[:3], words[IMAGE : IMAGE + 2] = ["<unk>", "<s>", "</s>"], ["<image>", "<video>"]
         made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        special = {"unk_token": "<unk>", "eos_token": "</s>", "additional_special_tokens": ["<image>"]}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **special)
-        self.model = make_checkpoint(folder, "llava")
-        images = CLIPImageProcessorPil(**CASES["llava"].processor[1])
-        self.processor = LlavaProcessor(
-            images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+        special = {"image_token": "<image>", "video_token": "<video>"}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=made, unk_token="<unk>", eos_token="</s>", extra_special_tokens=special
         )
+        self.model = make_checkpoint(folder, family)
+        settings = CASES[family].processor[1]
+        if family == "llava":
+            images = CLIPImageProcessorPil(**settings)
+            self.processor = LlavaProcessor(
+                images,
+                tokenizer,
+                patch_size=14,
+                vision_feature_select_strategy="default",
+                num_additional_image_tokens=1,
+            )
+            self.processor.save_pretrained(folder)
+        else:
+            images = Qwen2VLImageProcessorPil(**settings)
+            self.processor = QwenProcessor(images, tokenizer)
+            tokenizer.save_pretrained(folder)
+            images.save_pretrained(folder)
         self.processor.chat_template = TEMPLATE
-        self.processor.save_pretrained(folder)
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
         self.folder = folder
 
     def answer(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
@@ -70,7 +92,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(tmp_path_factory.mktemp("llava"))
+    return Reference(tmp_path_factory.mktemp("llava"), "llava")
 
 
 @pytest.fixture
@@ -102,7 +124,13 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
-def test_answers_equal_transformers(llm: LLM, reference: Reference) -> None:
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_answers_equal_transformers(
+    family: str, reference: Reference, lend: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if family != "llava":
+        reference = Reference(tmp_path_factory.mktemp(family), family)
+    llm = lend(reference.folder, enable_prompt_embeds=True, **FLAGS)
     one, other = picture(1), picture(2)
     talk = [user(shown(one), text("w20 w21")), {"role": "assistant", "content": [text("w30")]}]
     conversations = [
