@@ -4,6 +4,7 @@ import select
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from quire.protocol.wire.front_end_messages import (
     Statistics,
     StepOutputs,
 )
+from quire.protocol.wire.item_messages import Encode, InputItem
 from quire.protocol.wire.side_rows import LOGPROBS
 from quire.protocol.wire.transfer_messages import MoveBlocks
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SchedulerToWorker, WorkerToScheduler
@@ -35,6 +37,7 @@ from quire.scheduler_proc.requests.events import Hold
 from quire.scheduler_proc.scheduler import Scheduler, StepTooLarge
 from quire.scheduler_proc.structured.manager import GrammarManager
 from quire.worker_proc.device.step_watcher import StepWatcher
+from quire.worker_proc.images.encoder import ItemEncoder
 from quire.worker_proc.parallel.group import SingleRank
 from quire.worker_proc.startup.setup import make_runner
 from quire.worker_proc.transfers.make import Mover, make_mover
@@ -89,6 +92,10 @@ class InProcessEngine:
             self._moved = StepWatcher()
             self.mover = make_mover(self.runner, SingleRank(), self.config, self._moved.wake)
         self.moves: list[MoveBlocks] = []
+        self.encoder: ItemEncoder | None = None
+        if self.config.item_kinds:
+            self._encoded = StepWatcher()
+            self.encoder = ItemEncoder(self.runner.items, self.runner.forward.model, self._encoded.wake)
         self.grammars = GrammarManager(self.config, time.monotonic)
         self.close = weakref.finalize(self, self.grammars.close)  # idempotent, for tests with grammars or without
         self.to_worker, self.to_scheduler = memory_pair(WorkerToScheduler, SchedulerToWorker)
@@ -105,6 +112,7 @@ class InProcessEngine:
         output: list[int] | None = None,
         *,
         forked_from: tuple[str, int] = ("", 0),
+        items: Sequence[InputItem] = (),
         **sampling: object,
     ) -> None:
         """Add a request and wait until its grammar, if any, is compiled.
@@ -112,6 +120,7 @@ class InProcessEngine:
         Args:
             output: tokens that are already delivered.
             forked_from: id of the parent, and the number of its tokens with which the request begins.
+            items: images and given embeddings of the prompt.
         """
         defaults = {"temperature": 0.0, "ignore_eos": "structured_outputs" not in sampling}
         params = SamplingParams(**(defaults | sampling))  # type: ignore[arg-type]
@@ -119,7 +128,7 @@ class InProcessEngine:
         seed = 0 if params.seed is None else params.seed
         delivered = None if output is None else np.array(output, np.int32)
         parent, num_known = forked_from
-        known = {"forked_from": parent, "num_forked_tokens": num_known}
+        known = {"forked_from": parent, "num_forked_tokens": num_known, "items": list(items)}
         request = AddRequest(request_id, np.array(prompt, np.int32), params, seed, delivered, **known)
         self.scheduler.consume(request)
         if params.structured_outputs is not None and (0, request_id) in self.scheduler.table.requests:
@@ -148,12 +157,14 @@ class InProcessEngine:
         while self.scheduler.can_schedule:
             diff = self.scheduler.schedule()
             self._send_moves(self.scheduler.transfers.take_loads())
+            self._send_encodes()
             if diff is None:
                 break
             self.step_sizes.append(sum(len(bytes(f)) for f in self.to_worker.send(diff)))
             self._send_moves(self.scheduler.transfers.take_stores())
             self._check()
         self._send_moves(self.scheduler.transfers.take_stores())
+        self._send_encodes()
         received = self._received()
         if received is not None:
             self.to_scheduler.send(self._execute(received.message))
@@ -176,10 +187,38 @@ class InProcessEngine:
         for move in moves:
             self.to_worker.send(move)
 
+    def _send_encodes(self) -> None:
+        for encode in self.scheduler.items.take_encodes():
+            self.to_worker.send(encode)
+
+    def replace_workers(self) -> None:
+        """Lose the worker with its steps and rows, and continue with a new one."""
+        self.scheduler.begin_worker_epoch(new_workers=True)
+        while self.to_scheduler.receive() is not None:
+            pass
+        self.runner.begin_worker_epoch(self.scheduler.last_step)
+        if self.encoder is not None:
+            self.encoder.begin_worker_epoch()
+
+    def _encode(self, message: Encode) -> None:
+        """Encode an item at once, so that steps do not depend on the speed of the thread."""
+        assert self.encoder is not None
+        self.encoder.submit(message)
+        select.select([self._encoded], [], [], 30)
+        self._encoded.fired()
+        (answer,) = self.encoder.take_answers()
+        self.scheduler.consume(answer)
+        self._check()
+
     def _received(self) -> Received | None:
-        """Return the oldest step that the worker has not run; submit copies before it, and apply the answers to any."""
-        while (received := self.to_scheduler.receive()) is not None and isinstance(received.message, MoveBlocks):
-            self.mover.submit(received.message)  # type: ignore[union-attr]
+        """Return the oldest step that the worker has not run; submit what comes before it, and apply the answers."""
+        while (received := self.to_scheduler.receive()) is not None:
+            if isinstance(received.message, MoveBlocks):
+                self.mover.submit(received.message)  # type: ignore[union-attr]
+            elif isinstance(received.message, Encode):
+                self._encode(received.message)
+            else:
+                break
         if self.mover is not None:
             select.select([self._moved], [], [], 0.0 if received else 0.01)
             self._moved.fired()

@@ -64,7 +64,7 @@ CASES = {
         "Gemma3",
         {
             "text_config": TEXT
-            | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
+            | {"head_dim": 16, "sliding_window": 18, "query_pre_attn_scalar": 16}
             | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
             "vision_config": EYES | {"patch_size": 7},
             "mm_tokens_per_image": 16,
@@ -128,7 +128,7 @@ def make_checkpoint(folder: Path, name: str, seed: int = 0) -> Any:
         with torch.no_grad():
             for weight in model.parameters():  # what begins at 0 or 1 would prove nothing
                 if weight.dim() < 2 or not weight.any():
-                    weight.add_(torch.randn(weight.shape) * 0.2)
+                    weight.add_(torch.randn(weight.shape) * (0.2 if weight.dim() < 2 else 1.0))
     model.save_pretrained(folder)
     return model
 
