@@ -51,17 +51,17 @@ def test_tokens_through_scheduling(name: str, budget: int, tmp_path: Path) -> No
     # In whole prompts, Gemma 3's windows give blocks back before another one needs them.
     assert engine.statistics().num_preemptions > 0 or (name, budget) == ("gemma3", 512)
     assert {key: answer.tokens for key, answer in answers.items()} == wanted
-    assert engine.scheduler.items.num_runs == 2, "each picture once"
+    assert engine.statistics().num_encoder_runs == 2, "each picture once"
     first = prompts["two"]
     engine.add("cached", first.ids, items=items_of(first, tmp_path), max_tokens=TOKENS)
     engine.step()
     engine.replace_workers()
     engine.run()
     assert engine.answers["cached"].tokens == wanted["two"]
-    assert engine.scheduler.items.num_runs == 4, "the new worker has none"
+    assert engine.statistics().num_encoder_runs == 4, "the new worker has none"
     engine.add("hit", first.ids, items=items_of(first, tmp_path), max_tokens=TOKENS)
     engine.run()
     assert engine.answers["hit"].tokens == wanted["two"] and engine.answers["hit"].num_cached_tokens > 4
-    assert engine.scheduler.items.num_runs == 4
+    assert engine.statistics().num_encoder_runs == 4
     assert engine.encoder is not None
     engine.encoder.close()
