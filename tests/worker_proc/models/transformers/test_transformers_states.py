@@ -5,19 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from cache_table import lose_workers, propose_continuations
 from checkpoints import greedy_tokens
 from host_pages import host_memory
 from inprocess import InProcessEngine
+from measured_here import measure_here, measured
 from tiny_models import make_tiny, tiny_config
 
-from quire.launch.config import measured_layouts
 from quire.launch.config.implementation import read_model
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.measured_config import MeasuredConfig, Refused
-from quire.worker_proc.models.transformers import measure as measuring
+from quire.protocol.model.measured_config import MeasuredConfig
 
 pytestmark = pytest.mark.full
 
@@ -44,16 +43,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(settings: str) -> MeasuredConfig | Refused:
-    return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def in_process() -> Any:
-    """Measure in this process, which has imported transformers already, and keep nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_layouts, "_measure", lambda path, settings: measured(settings))
-        patch.setattr(measured_layouts, "_kept_file", lambda key: None)
+        measure_here(patch)
         yield
 
 
@@ -79,21 +72,8 @@ def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
 
 
 def propose_answers(engine: InProcessEngine, answers: list[list[int]]) -> None:
-    """Propose the right tokens, and at some lengths wrong ones: small random models repeat nothing."""
-    batch = engine.runner.batch
-
-    def propose(wanted: dict[int, int]) -> dict[int, list[int]]:
-        found = {}
-        for row, count in wanted.items():
-            known = batch.tokens.data[row, : batch.num_known[row]].tolist()
-            text = next(p + a for p, a in zip(PROMPTS, answers, strict=True) if (p + a)[: len(known)] == known)
-            found[row] = text[len(known) :][:count]
-            for every, place in ((3, 1), (5, 0)):
-                if len(known) % every == 0 and len(found[row]) > place:
-                    found[row][place] = (found[row][place] + 1) % 97
-        return found
-
-    engine.runner._proposer.propose = propose  # type: ignore[union-attr, method-assign, assignment]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    propose_continuations(engine, lambda: texts)
 
 
 def check_turns(engine: InProcessEngine, wanted: list[list[int]], turns: int = 2) -> None:
@@ -132,12 +112,7 @@ def test_all_at_once(family: str, checkpoint: Callable[[str], Made]) -> None:
         engine.add(f"again {index}", prompt, max_tokens=NUM_TOKENS)
     while len(engine.answers["again 2"].tokens) < 4:
         engine.step()
-    engine.scheduler.begin_worker_epoch(new_workers=True)
-    while engine.to_scheduler.receive() is not None:  # steps that died with the workers
-        pass
-    engine.runner.begin_worker_epoch(engine.scheduler.last_step)
-    for tensor in engine.runner.states.pool.tensors:  # type: ignore[union-attr]
-        tensor.fill_(torch.nan)  # of the new workers, which have none of the old ones' states
+    lose_workers(engine)
     answers = engine.run()
     assert [answers[f"again {index}"].tokens for index in range(len(PROMPTS))] == wanted
 
