@@ -1,6 +1,8 @@
 """Models of transformers with recurrent states: tokens are those of transformers, whatever happens to a request."""
 
 import functools
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tiny_models import make_tiny, tiny_config
 
 from quire.launch.config.implementation import read_model
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.measured_config import MeasuredConfig
+from quire.protocol.model.measured_config import MeasuredConfig, Refused
 
 pytestmark = pytest.mark.full
 
@@ -182,6 +184,35 @@ def test_states_follow_the_dtype_unless_they_are_wider() -> None:
         ("model.layers.0.linear_attn", "conv", (128, 4), ""),
         ("model.layers.0.linear_attn", "recurrent", (4, 16, 16), "float32"),
     ]
+
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    "family, changes, reason",
+    [
+        ("qwen3_next", {"layer_types": [LINEAR, FULL]}, r"num_hidden_layers.*\(4\).*layer_types.*\(2\)"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, r"num_hidden_layers.*\(4\).*layer_types.*\(5\)"),
+        ("qwen3_next", {"layer_types": [LINEAR] * 4}, "does not call attention"),
+        ("qwen3_next", {"layer_types": [LINEAR, "new"] * 2}, "layer_types.*must be in"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "split_sizes"),
+        ("lfm2", {"conv_L_cache": 0}, "padding"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(family: str, changes: dict[str, Any], reason: str) -> None:
+    found = measured(json.dumps(tiny_config(family).to_dict() | changes))
+    assert isinstance(found, Refused)
+    assert re.search(reason, found.reason) and "\n" not in found.reason
+
+
+@pytest.mark.parametrize(
+    "family, changes", [("falcon_h1", {"mamba_d_conv": 1}), ("qwen3_next", {"partial_rotary_factor": 0.3})]
+)
+def test_odd_widths(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A convolution without earlier inputs; a rotated part of 4.8 dimensions, which transformers rounds."""
+    model = make_tiny(tmp_path, family, **changes)
+    check_turns(engine_of(tmp_path), [greedy_tokens(model, [prompt], NUM_TOKENS)[0] for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize(
