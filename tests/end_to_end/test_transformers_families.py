@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 # fmt: off
 FAMILIES = (
     "apertus", "codegen", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "falcon_h1", "gemma3n_text",
-    "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "hunyuan_v1_dense", "jetmoe", "minimax_m2", "nemotron", "olmo", "opt",
-    "persimmon", "phi", "qwen3_next", "starcoder2",
+    "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "granitemoehybrid", "hunyuan_v1_dense", "jetmoe", "lfm2", "minimax_m2",
+    "nemotron", "nemotron_h", "olmo", "opt", "persimmon", "phi", "qwen3_next", "starcoder2",
 )
 # fmt: on
 SIZES = {"vocab_size": 1024, "vocab_size_per_layer_input": 1024}

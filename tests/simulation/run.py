@@ -37,8 +37,8 @@ class _Player:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(seeds.start, seeds.stop, file=self._process.stdin, flush=True)
         total = json.loads(self._process.stdout.readline())
-        failures = {int(seed): failure for seed, failure in total["failures"].items()}
-        return Total(**{**total, "faults": Counter(total["faults"]), "failures": failures})
+        total["failures"] = {int(seed): failure for seed, failure in total["failures"].items()}
+        return Total(**{**total, "faults": Counter(total["faults"]), "cells": set(total["cells"])})
 
     def close(self) -> None:
         self._process.communicate()
@@ -59,6 +59,7 @@ def _play(*, sessions: bool) -> int:
 def main() -> int:
     if sys.argv[1:] in (["--play"], ["--play-sessions"]):
         return _play(sessions=sys.argv[1] == "--play-sessions")
+    from sim_cells import CELLS
     from sim_run import Total, sessions_of, shrink
     from sim_scenario import KINDS, scenario_of
 
@@ -116,6 +117,8 @@ def main() -> int:
                 "copies": total.num_copies,
                 "orphans": total.num_orphans,
                 "pieces": total.num_pieces,
+                "cells": len(total.cells),
+                "missing_cells": sorted(CELLS - total.cells),
                 "given_up": total.num_given_up,
                 "violations": len(total.failures),
                 "failed_seeds": sorted(total.failures),

@@ -32,6 +32,7 @@ class Outcome:
         num_copies: blocks that were copied for them.
         num_orphans: children whose parent had ended when they arrived.
         num_pieces: pieces that became a part of their session, with the answers of fresh requests.
+        cells: those of ``sim_cells.CELLS`` that happened.
     """
 
     failure: str
@@ -44,6 +45,7 @@ class Outcome:
     num_copies: int
     num_orphans: int
     num_pieces: int
+    cells: set[str]
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Total:
     num_copies: int = 0
     num_orphans: int = 0
     num_pieces: int = 0
+    cells: set[str] = field(default_factory=set)
     failures: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -83,6 +86,7 @@ class Total:
     def _add(self, part: "Total | Outcome") -> None:
         for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(part, name))
+        self.cells |= part.cells
 
 
 def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: None) -> Outcome:
@@ -96,7 +100,7 @@ def play(scenario: Scenario, prepare: Callable[[World], None] = lambda world: No
         failure = f"{type(error).__name__}: {error}"
     given_up = world.faults.counts.pop("engine gave up", 0)
     counts = {name: getattr(world, name) for name in COUNTS if name != "num_given_up"}
-    return Outcome(failure, world.faults.counts, num_given_up=given_up, **counts)
+    return Outcome(failure, world.faults.counts, num_given_up=given_up, cells=world.cells, **counts)
 
 
 def play_seeds(

@@ -18,6 +18,7 @@ from sim_settings import (
     program_settings,
     random_settings,
     state_settings,
+    table_settings,
 )
 
 from quire.protocol.request.pooling_params import POOLING_TASKS
@@ -72,6 +73,8 @@ STATE_SEEDS = (5,)
 """Seeds modulo 11 whose model has recurrent states."""
 LAYOUT_SEEDS = (4, 10)
 """Seeds modulo 14 with the KV layout of a known model."""
+TABLE_SEEDS = (9,)
+"""Seeds modulo 17 that take the combinations of ``sim_cells.py`` in turn; none of them is a seed of a mutation."""
 HELD_SHARE = 0.2
 """Fraction of seeds in which an operator pauses the engine."""
 NUM_ADAPTERS = 5
@@ -273,13 +276,23 @@ def shape_of(
             **(_fork_settings(seed, settings) if forks else {}),
             **(adapter_settings(random.Random(f"adapters {seed}")) if adapters else {}),
             **(item_settings(random.Random(f"items {seed}"), settings) if items else {}),
-            **(program_settings(random.Random(f"programs {seed}")) if seed % 13 in PROGRAM_SEEDS else {}),
+            **(program_settings(random.Random(f"programs {seed}")) if _has_programs(seed) else {}),
             **(pooling_settings(random.Random(f"pooling {seed}")) if pooling else {}),
             **(_encoder_settings(seed) if encoder else {}),
             **(_state_settings(seed, num_ranks, has_tiers=settings["enable_prefix_caching"]) if states else {}),
+            **(table_settings(random.Random(f"table {seed}"), seed // 17) if is_of_table(seed) else {}),
         },
         real_runner=is_plain and random.Random(f"runner {seed}").random() < REAL_RUNNER_SHARE,
     )
+
+
+def is_of_table(seed: int) -> bool:
+    """Whether a seed has a combination of ``sim_cells.py``, and nothing that would take the place of a part of it."""
+    return seed % 17 in TABLE_SEEDS
+
+
+def _has_programs(seed: int) -> bool:
+    return seed % 13 in PROGRAM_SEEDS and not is_of_table(seed)
 
 
 def _disk_settings(seed: int, num_ranks: int) -> dict[str, Any]:
@@ -350,13 +363,17 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         requests = [replace(r, prefix=(of_disk.randrange(4), of_disk.choice(lengths))) for r in requests]
         faults += [Fault(round(of_disk.uniform(BEGIN_S, at), 3), "reset", of_disk.randrange(6))]
     of_forks = random.Random(f"forks {seed}")
-    if of_forks.random() < FORK_SHARE * (shape.settings["max_num_seqs"] > 1):
+    table = is_of_table(seed)
+    if table or of_forks.random() < FORK_SHARE * (shape.settings["max_num_seqs"] > 1):
         requests = _with_forks(of_forks, requests)
-    pooling, encoder = seed % 13 in POOLING_SEEDS, seed % 78 in ENCODER_SEEDS
+    if table:
+        deaths = random.Random(f"deaths {seed}")
+        faults += [Fault(round(deaths.uniform(BEGIN_S, at), 3), "die_in_decode", deaths.randrange(6)) for _ in "123"]
+    pooling, encoder = seed % 13 in POOLING_SEEDS and not table, seed % 78 in ENCODER_SEEDS and not table
     if pooling:
         requests = _with_pooling(random.Random(f"pooled requests {seed}"), requests, encoder=encoder)
         disk = disk and not encoder
-    adapters = seed % 9 in ADAPTER_SEEDS
+    adapters = seed % 9 in ADAPTER_SEEDS and not table
     if adapters:
         of_adapters = random.Random(f"requests with adapters {seed}")
         chosen = (-1, 0, 0, 0, 1, *range(NUM_ADAPTERS))
@@ -365,13 +382,13 @@ def scenario_of(seed: int, num_faults: int = 40) -> Scenario:
         faults += [Fault(round(of_adapters.uniform(0, at), 3), kind, of_adapters.randrange(30)) for kind in kinds]
     if shape.settings["scheduling_policy"] in ("program", "continuum"):
         requests = _with_jobs(random.Random(f"jobs {seed}"), requests)
-    beams = seed % 12 in BEAM_SEEDS and not encoder
+    beams = seed % 12 in BEAM_SEEDS and not encoder and not table
     requests = _with_conditions(random.Random(f"conditions {seed}"), requests, shape, beams=beams)
     held = random.Random(f"held {seed}")
     if held.random() < HELD_SHARE:
         faults.append(Fault(round(held.uniform(BEGIN_S, at), 3), "held", held.randrange(6)))
-    states = seed % 11 in STATE_SEEDS and not encoder
-    items = seed % 16 in ITEM_SEEDS and not (encoder or states)
+    states = bool(shape.settings["layout"].states) if table else seed % 11 in STATE_SEEDS and not encoder
+    items = seed % 16 in ITEM_SEEDS and not (encoder or states or table)
     return Scenario(seed, tuple(requests), tuple(faults), disk, adapters, pooling, encoder, beams, states, items)
 
 

@@ -189,7 +189,12 @@ class SimScheduler(SimProcess):
 
     def _watch(self, scheduler: Scheduler) -> None:
         """Check each decided step, and raise SchedulerBug when a request is supposed to break the scheduler."""
-        decide = scheduler.schedule
+        decide, begin = scheduler.schedule, scheduler.begin_worker_epoch
+
+        def begin_worker_epoch(*, new_workers: bool = False) -> bool:
+            if new_workers and scheduler.table.running:
+                self.world.reached("kill")
+            return begin(new_workers=new_workers)
 
         def schedule(now: float = 0.0) -> SchedulerOutput | None:
             for request in scheduler.table.requests.values():
@@ -197,16 +202,21 @@ class SimScheduler(SimProcess):
                 if self.world.faults.is_bug(request.request_id, num_output):
                     raise SchedulerBug(request.request_id)
             children = [r for r in scheduler.table.skipped_waiting.values() if r.wait_reason is WaitReason.FORK]
-            running = set(scheduler.table.running)
+            running, num_preemptions = set(scheduler.table.running), scheduler.stats.num_preemptions
             step = decide(now)
             if step is not None:
                 forked = [child for child in children if child.status is RequestStatus.RUNNING]
                 self.fairness.decided(scheduler, step, forked, running)
                 self.world.num_forks += len(forked)
                 self.world.num_copies += len(step.block_copies)
+                if forked:
+                    self.world.reached("fork")
+                if scheduler.stats.num_preemptions > num_preemptions:
+                    self.world.reached("preemption")
             return step
 
         scheduler.schedule = schedule  # type: ignore[method-assign]
+        scheduler.begin_worker_epoch = begin_worker_epoch  # type: ignore[method-assign]
 
     def _idle(self) -> None:
         if self.alive and self.loop is not None:

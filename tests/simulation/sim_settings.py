@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 from kv_cases import LAYOUTS, layout_like
+from sim_cells import CACHING, CHUNKS, KINDS
 
 from quire.protocol.model.kv_layout import KVGroup, KVLayout, StateTensor
 from quire.protocol.model.pooling_config import PoolingConfig
@@ -15,6 +16,7 @@ EOS = list(range(0, VOCAB_SIZE, 40))
 MAX_MODEL_LEN = 40
 MAX_IMAGE = 5
 """Most positions of an image."""
+STATES = [StateTensor("layers.2", "state", (1,), "float32")]
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -121,9 +123,40 @@ def state_settings(rng: random.Random) -> dict[str, Any]:
     block_size = rng.choice((1, 2, 4))
     groups = [KVGroup("full_attention", block_size, [0])]
     groups += [KVGroup("sliding_window", block_size, [1], rng.randrange(1, 12))] * rng.randrange(2)
-    states = [StateTensor("layers.2", "state", (1,), "float32")]
-    layout = KVLayout(groups, 1, 4, "float32", states=states, state_chunk=rng.choice((4, 8)))
+    layout = KVLayout(groups, 1, 4, "float32", states=STATES, state_chunk=rng.choice((4, 8)))
     return {"layout": layout, "block_size": block_size, "num_blocks": 80, "num_slots": rng.choice((2, 3, 5, 5, 12))}
+
+
+def table_settings(rng: random.Random, number: int) -> dict[str, Any]:
+    """Return settings that reach the cells of one kind of cache (``sim_cells.py``), by the number of their combination.
+
+    Two long requests do not fit the pool together, so that some are preempted.
+    """
+    number, kind = divmod(number, len(KINDS))
+    number, has_no_cache = divmod(number, len(CACHING))
+    drafts, chunks = divmod(number, len(CHUNKS))
+    size = rng.choice((2, 4))
+    full, window = KVGroup("full_attention", size, [0]), rng.randrange(2, 12)
+    groups = {
+        "latent_attention": [KVGroup("latent_attention", size, [0])],
+        "chunked_local": [KVGroup("chunked_local", size, [1], window), full],
+        "sliding_window": [full, KVGroup("sliding_window", size, [1], window)],
+    }.get(KINDS[kind])
+    layout = KVLayout(groups or [full], 1, 4, "float32", states=[] if groups else STATES, state_chunk=4)
+    return {
+        "layout": layout,
+        "block_size": size,
+        "num_blocks": 3 + MAX_MODEL_LEN * 3 // (2 * size),
+        "max_num_seqs": 4,
+        "enable_prefix_caching": not has_no_cache,
+        "enable_chunked_prefill": True,
+        "long_prefill_token_threshold": 0,
+        "max_num_batched_tokens": (12, 24, 64)[chunks],
+        "num_speculative_tokens": (0, 2)[drafts % 2],
+        "reserve_full_sequence": False,
+        **({} if groups else {"num_slots": rng.choice((5, 12))}),
+        **({"cpu_offload_bytes": 0} if has_no_cache else {}),
+    }
 
 
 def layout_settings(rng: random.Random) -> dict[str, Any]:

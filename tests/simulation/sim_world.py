@@ -14,6 +14,7 @@ from fake_pages import Page
 from lines_in_memory import numbered
 from scheduler_driver import compare_mirror, make_config, make_layout, make_request
 from sim_answers import check_ending, check_update
+from sim_cells import cells_of
 from sim_disk import InlineWriter, SimDisk, SimPageFiles
 from sim_events import Events
 from sim_faults import Faults
@@ -111,6 +112,7 @@ class World:
         self.even = frozenset(name for name, request in self.requests.items() if request.even)
         self.num_requests = self.num_tokens = self.num_steps = 0
         self.num_forks = self.num_copies = self.num_orphans = self.num_pieces = 0
+        self.cells: set[str] = set()
         self.num_submissions: Counter[str] = Counter()
         self.max_tokens: int | None = None
         self._last_progress = self.events.now
@@ -172,6 +174,10 @@ class World:
         process = self.scheduler
         ready = all(m.ready and m.process.alive for m in self.policy.members if m.role != "worker")
         return ready and process is not None and process.scheduler is not None and not process.scheduler.in_flight
+
+    def reached(self, event: str) -> None:
+        """Note an event that met requests which run."""
+        self.cells |= cells_of(self.config, self.layout, event)
 
     def due_children(self, parent: SimClient) -> list[SimRequest]:
         """Remove and return the requests that are forked from as many output tokens as ``parent`` has by now."""

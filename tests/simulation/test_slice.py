@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from sim_cells import CELLS, EVENTS
 from sim_run import Total, play, play_seeds, sessions_of
-from sim_scenario import KINDS, scenario_of, shape_of, without
+from sim_scenario import KINDS, TABLE_SEEDS, scenario_of, shape_of, without
 from sim_world import World
 
 from quire.frontend.sessions.open_session import Piece
@@ -94,6 +95,34 @@ def test_paste_has_all_requests_and_faults() -> None:
 @pytest.mark.parametrize("first", range(10_000, 10_400, 50))
 def test_more_seeds(first: int) -> None:
     assert not play_seeds(range(first, first + 50)).failures
+
+
+NUM_COMBINATIONS = len(CELLS) // len(EVENTS)
+
+
+def seeds_of_table(numbers: range) -> list[int]:
+    return [17 * number + TABLE_SEEDS[0] for number in numbers]
+
+
+def test_seeds_take_all_combinations_of_caches_and_settings_in_turn() -> None:
+    """Of kind of cache, prefix cache, chunks and drafts."""
+    shapes = [shape_of(seed).settings for seed in seeds_of_table(range(NUM_COMBINATIONS))]
+    names = ("enable_prefix_caching", "max_num_batched_tokens", "num_speculative_tokens")
+    kinds = [(bool(s["layout"].states), *sorted({group.kind for group in s["layout"].groups})) for s in shapes]
+    assert len({(kind, *(s[name] for name in names)) for kind, s in zip(kinds, shapes, strict=True)}) == len(shapes)
+
+
+@pytest.mark.parametrize(
+    "numbers, least",
+    [
+        pytest.param(range(6), 15, marks=pytest.mark.full),
+        pytest.param(range(2 * NUM_COMBINATIONS), len(CELLS), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_each_combination_meets_preemptions_forks_and_lost_workers(numbers: range, least: int) -> None:
+    played = play_seeds(seeds_of_table(numbers), without_replays)
+    assert not played.failures and len(played.cells) >= least, sorted(CELLS - played.cells)
 
 
 def test_run_without_faults_loses_no_request() -> None:

@@ -4,17 +4,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 from inprocess import InProcessEngine
+from measured_here import measure_here
 from tiny_models import make_tiny
 from torch import nn
 
-from quire.launch.config import measured_layouts
 from quire.protocol.errors import ConfigError
-from quire.protocol.model.measured_config import MeasuredConfig, Refused
 from quire.worker_proc.models.transformers.deterministic import settle
 from quire.worker_proc.models.transformers.linears import compute_by
 from quire.worker_proc.models.transformers.tokenwise import DependsOnValues, TokenTensors
@@ -152,13 +150,7 @@ PROMPTS = [START[: 70 - 3 * n] + [5 + (11 * i + 17 * n) % 90 for i in range(9 * 
 def test_bits_of_whole_engines(
     family: str, dtype: str, ways: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.worker_proc.models.transformers import measure as measuring
-
-    def measure(path: Path, settings: str) -> MeasuredConfig | Refused:
-        return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
-
-    monkeypatch.setattr(measured_layouts, "_measure", measure)
-    monkeypatch.setattr(measured_layouts, "_kept_file", lambda key: None)
+    measure_here(monkeypatch)
     make_tiny(tmp_path, family, **FAMILIES[family])
     wanted: dict[int, Any] = {}
     preemptions = hits = 0

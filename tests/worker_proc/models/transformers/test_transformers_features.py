@@ -15,19 +15,17 @@ from adapter_steps import AdapterRunner
 from checkpoints import greedy_tokens, make_checkpoint
 from grammar_cases import DEMO, EOS, text_of
 from inprocess import InProcessEngine
+from measured_here import measure_here
 from peft_adapters import make_peft_adapter
 from quantised_checkpoints import FORMATS, quantise_checkpoint
 from tiny_models import make_tiny
 from transformers import AutoModelForCausalLM
 
-from quire.launch.config import measured_layouts
 from quire.launch.config.implementation import read_model
 from quire.protocol.config import SpeculativeConfig
 from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
-from quire.protocol.model.measured_config import MeasuredConfig, Refused
 from quire.protocol.model.weight_format import online_format
 from quire.protocol.request.structured_outputs import StructuredOutputs
-from quire.worker_proc.models.transformers import measure as measuring
 
 pytestmark = pytest.mark.full
 
@@ -51,14 +49,8 @@ Checkpoint = Callable[..., tuple[Path, Any]]
 
 @pytest.fixture(scope="module", autouse=True)
 def in_process() -> Any:
-    """Measure in this process, which has imported transformers already, and keep nothing."""
-
-    def measure(path: Path, settings: str) -> MeasuredConfig | Refused:
-        return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_layouts, "_measure", measure)
-        patch.setattr(measured_layouts, "_kept_file", lambda key: None)
+        measure_here(patch)
         yield
 
 

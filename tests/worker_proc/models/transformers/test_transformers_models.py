@@ -14,10 +14,10 @@ import pytest
 import torch
 from checkpoints import greedy_tokens
 from inprocess import InProcessEngine
+from measured_here import measure_here
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny, tiny_config
 
-from quire.launch.config import measured_layouts
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
 from quire.worker_proc.models.transformers import build
@@ -31,13 +31,7 @@ ENGINE: dict[str, Any] = {"block_size": 16, "max_num_batched_tokens": 24, "max_n
 
 @pytest.fixture(autouse=True)
 def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure in this process, which has imported transformers already, and keep nothing."""
-
-    def measure(path: Path, settings: str) -> MeasuredConfig | Refused:
-        return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
-
-    monkeypatch.setattr(measured_layouts, "_measure", measure)
-    monkeypatch.setattr(measured_layouts, "_kept_file", lambda key: None)
+    measure_here(monkeypatch)
 
 
 def engine(folder: Path, **settings: Any) -> InProcessEngine:

@@ -1,23 +1,24 @@
 """Models of transformers with recurrent states: tokens are those of transformers, whatever happens to a request."""
 
 import functools
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from cache_table import lose_workers, propose_continuations
 from checkpoints import greedy_tokens
 from host_pages import host_memory
 from inprocess import InProcessEngine
+from measured_here import measure_here, measured
 from tiny_models import make_tiny, tiny_config
 
-from quire.launch.config import measured_layouts
 from quire.launch.config.implementation import read_model
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
-from quire.worker_proc.models.transformers import measure as measuring
 
 pytestmark = pytest.mark.full
 
@@ -44,16 +45,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def measured(settings: str) -> MeasuredConfig | Refused:
-    return msgspec.msgpack.decode(measuring.answer(settings.encode()), type=MeasuredConfig | Refused)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def in_process() -> Any:
-    """Measure in this process, which has imported transformers already, and keep nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measured_layouts, "_measure", lambda path, settings: measured(settings))
-        patch.setattr(measured_layouts, "_kept_file", lambda key: None)
+        measure_here(patch)
         yield
 
 
@@ -79,21 +74,8 @@ def engine_of(folder: Path, **settings: Any) -> InProcessEngine:
 
 
 def propose_answers(engine: InProcessEngine, answers: list[list[int]]) -> None:
-    """Propose the right tokens, and at some lengths wrong ones: small random models repeat nothing."""
-    batch = engine.runner.batch
-
-    def propose(wanted: dict[int, int]) -> dict[int, list[int]]:
-        found = {}
-        for row, count in wanted.items():
-            known = batch.tokens.data[row, : batch.num_known[row]].tolist()
-            text = next(p + a for p, a in zip(PROMPTS, answers, strict=True) if (p + a)[: len(known)] == known)
-            found[row] = text[len(known) :][:count]
-            for every, place in ((3, 1), (5, 0)):
-                if len(known) % every == 0 and len(found[row]) > place:
-                    found[row][place] = (found[row][place] + 1) % 97
-        return found
-
-    engine.runner._proposer.propose = propose  # type: ignore[union-attr, method-assign, assignment]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    propose_continuations(engine, lambda: texts)
 
 
 def check_turns(engine: InProcessEngine, wanted: list[list[int]], turns: int = 2) -> None:
@@ -132,12 +114,7 @@ def test_all_at_once(family: str, checkpoint: Callable[[str], Made]) -> None:
         engine.add(f"again {index}", prompt, max_tokens=NUM_TOKENS)
     while len(engine.answers["again 2"].tokens) < 4:
         engine.step()
-    engine.scheduler.begin_worker_epoch(new_workers=True)
-    while engine.to_scheduler.receive() is not None:  # steps that died with the workers
-        pass
-    engine.runner.begin_worker_epoch(engine.scheduler.last_step)
-    for tensor in engine.runner.states.pool.tensors:  # type: ignore[union-attr]
-        tensor.fill_(torch.nan)  # of the new workers, which have none of the old ones' states
+    lose_workers(engine)
     answers = engine.run()
     assert [answers[f"again {index}"].tokens for index in range(len(PROMPTS))] == wanted
 
@@ -207,6 +184,35 @@ def test_states_follow_the_dtype_unless_they_are_wider() -> None:
         ("model.layers.0.linear_attn", "conv", (128, 4), ""),
         ("model.layers.0.linear_attn", "recurrent", (4, 16, 16), "float32"),
     ]
+
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    "family, changes, reason",
+    [
+        ("qwen3_next", {"layer_types": [LINEAR, FULL]}, r"num_hidden_layers.*\(4\).*layer_types.*\(2\)"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, r"num_hidden_layers.*\(4\).*layer_types.*\(5\)"),
+        ("qwen3_next", {"layer_types": [LINEAR] * 4}, "does not call attention"),
+        ("qwen3_next", {"layer_types": [LINEAR, "new"] * 2}, "layer_types.*must be in"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "split_sizes"),
+        ("lfm2", {"conv_L_cache": 0}, "padding"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(family: str, changes: dict[str, Any], reason: str) -> None:
+    found = measured(json.dumps(tiny_config(family).to_dict() | changes))
+    assert isinstance(found, Refused)
+    assert re.search(reason, found.reason) and "\n" not in found.reason
+
+
+@pytest.mark.parametrize(
+    "family, changes", [("falcon_h1", {"mamba_d_conv": 1}), ("qwen3_next", {"partial_rotary_factor": 0.3})]
+)
+def test_odd_widths(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """A convolution without earlier inputs; a rotated part of 4.8 dimensions, which transformers rounds."""
+    model = make_tiny(tmp_path, family, **changes)
+    check_turns(engine_of(tmp_path), [greedy_tokens(model, [prompt], NUM_TOKENS)[0] for prompt in PROMPTS])
 
 
 @pytest.mark.parametrize(
