@@ -24,7 +24,7 @@ FETCH_SECONDS = 10.0
 MAX_REDIRECTS = 3
 MAX_URL_CHARS = 8192
 
-_URL = re.compile(r"(https?)://([a-z0-9.-]+)(?::([0-9]{1,5}))?((?:[/?][^#]*)?)(?:#.*)?", re.IGNORECASE)
+_URL = re.compile(r"(https?)://([a-z0-9.-]+)(?::([0-9]{1,5}))?((?:[/?][^#]*)?)(?:#.*)?", re.IGNORECASE | re.ASCII)
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f\\]")
 _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 _PORTS = {"http": 80, "https": 443}
