@@ -21,7 +21,7 @@ from quire.launch.offline.lora_request import LoRARequest
 from quire.launch.offline.remote import RemoteModel
 from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.terminal_answer import OnText, TerminalAnswer, TerminalModel
-from quire.protocol.errors import ConfigError, EngineError, counted
+from quire.protocol.errors import ConfigError, EngineError, InvalidRequest, counted
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.request.structured_outputs import StructuredOutputs
 
@@ -86,7 +86,8 @@ def image_part(path: Path) -> dict[str, Any]:
 
 
 def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, images: list[dict[str, Any]]) -> None:
-    """Answer lines of input in turn until their end. On a terminal, Ctrl-C ends the answer only.
+    """Answer lines of input in turn until their end. On a terminal, Ctrl-C ends the answer only, and a message that is
+    refused is forgotten.
 
     ``images``: of the first message.
     """
@@ -125,6 +126,12 @@ def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, image
             if not sys.stdin.isatty():
                 raise
             print(flush=True)
+        except (ConfigError, InvalidRequest) as error:  # a file that is no image, for one
+            if not sys.stdin.isatty():
+                raise
+            print(error, file=sys.stderr)
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": "".join(parts)})
 
 

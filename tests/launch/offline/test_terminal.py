@@ -27,12 +27,15 @@ class Streams:
 
     def __init__(self) -> None:
         self.status = 200
+        self.refused = "(nothing)"
         self.stalls = False
         self.events: list[bytes] = []
 
     def __call__(self, body: Any) -> Answer:
         if self.status != 200:
             return self.status, b'{"error": {"message": "too hot"}}'
+        if self.refused in str(body):
+            return 400, b'{"error": {"message": "no image"}}'
         events = [b"data: %b\n\n" % event for event in self.events]
         return (200, events[0], 10**6) if self.stalls else (200, b"".join(events))
 
@@ -116,6 +119,24 @@ def test_images_go_before_the_text_of_the_next_message(
     added, unknown, _, missing = capsys.readouterr().err.splitlines()
     assert (added, unknown) == ("2 images for the next message", "unknown command /image")
     assert missing.endswith("none.png: cannot be read: No such file or directory")
+
+
+def test_a_refused_image_does_not_end_a_conversation_on_a_terminal(
+    server: FakeHttp,
+    streams: Streams,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    streams.are(chat=True)
+    streams.refused = "image_url"
+    (tmp_path / "image").write_bytes(b"1")
+    terminal = io.StringIO(f"first\n/image {tmp_path / 'image'}\nsecond\nthird\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    cli.main(["chat", "--url", server.url])
+    assert [message["content"] for message in server.bodies[-1][1]["messages"]] == ["first", "Hello there", "third"]
+    assert "no image" in capsys.readouterr().err
 
 
 @pytest.mark.full
