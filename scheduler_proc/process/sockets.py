@@ -3,7 +3,9 @@
 import fcntl
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,31 +33,50 @@ RECLAIM_S = 1.0
 
 
 class SocketFile:
-    """The file of a bound ``ipc://`` socket, which another process may remove or replace."""
+    """The file of a bound ``ipc://`` socket, which another process may remove or replace.
+
+    Keeps the file open, because its inode number would otherwise be that of the next file that is made: one that takes
+    its place could not be told from it. For the same reason the socket is bound under another name, which nothing else
+    uses, and the file renamed once it is open.
+    """
 
     def __init__(self, socket: "zmq.Socket[Any]", address: str) -> None:
-        """``socket`` is bound to ``address``."""
-        self._socket = socket
-        self._address = address
-        self._identity = self._find()
+        """``socket`` is bound to ``unnamed(address)``; from now on it is reached at ``address``."""
+        self._socket, self._address = socket, address
+        self._hold()
+
+    @staticmethod
+    def unnamed(address: str) -> str:
+        return f"{address}~"
 
     def reclaim(self) -> None:
         """Bind again if the file is no longer the socket's own. Its connections are not affected."""
-        if self._find() == self._identity:
-            return
+        with suppress(OSError):
+            if self._file is not None and os.path.samestat(_path(self._address).lstat(), os.fstat(self._file)):
+                return
         try:
-            self._socket.bind(self._address)
+            self._socket.bind(self.unnamed(self._address))
         except zmq.ZMQError:  # the directory was removed, because the engine stops
             return
-        self._identity = self._find()
+        self.close()
+        self._hold()
         log.warning("socket file was replaced or removed; the socket was bound once more", address=self._address)
 
-    def _find(self) -> tuple[int, int] | None:
-        try:
-            info = Path(self._address.removeprefix("ipc://")).lstat()
-        except OSError:
-            return None
-        return info.st_dev, info.st_ino
+    def close(self) -> None:
+        self._closes()
+
+    def _hold(self) -> None:
+        self._file: int | None = None
+        self._closes: Callable[[], object] = lambda: None
+        bound = _path(self.unnamed(self._address))
+        with suppress(OSError):  # it was removed at once
+            self._file = os.open(bound, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._closes = weakref.finalize(self, os.close, self._file)
+            bound.replace(_path(self._address))
+
+
+def _path(address: str) -> Path:
+    return Path(address.removeprefix("ipc://"))
 
 
 class Sockets:
@@ -74,10 +95,11 @@ class Sockets:
         self._directory, self._incarnation = directory, incarnation
         self._num_ranks = num_ranks
         self._waiter = Waiter()
-        self.hub = ZmqHub(self._context, frontend_address(directory, incarnation), FrontEndToScheduler)
+        address = frontend_address(directory, incarnation)
+        self.hub = ZmqHub(self._context, SocketFile.unnamed(address), FrontEndToScheduler)
         self._waiter.add(self.hub.socket)
         self._channels: dict[WorkerGroup, list[ZmqChannel]] = {}
-        self._files = {self.hub.socket: SocketFile(self.hub.socket, frontend_address(directory, incarnation))}
+        self._files = {self.hub.socket: SocketFile(self.hub.socket, address)}
         self._reclaim_at = 0.0
         self._nodes = PeerContext() if uses_nodes else None
         self._checkpoint = begin_digest(Path(weights_path)) if uses_nodes and weights_path else None
@@ -98,7 +120,8 @@ class Sockets:
         address = worker_address(self._directory, worker_epoch, rank)
         # Each epoch has sockets of its own, and the epoch is in each frame: either alone would keep late messages out,
         # and a bug in one is caught by the other.
-        channel = ZmqChannel(self._context, zmq.PAIR, address, Link(WorkerToScheduler, worker_epoch), bind=True)
+        unnamed = SocketFile.unnamed(address)
+        channel = ZmqChannel(self._context, zmq.PAIR, unnamed, Link(WorkerToScheduler, worker_epoch), bind=True)
         self._files[channel.socket] = SocketFile(channel.socket, address)
         return channel
 

@@ -23,7 +23,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_serve_lists_sections(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "serve", "--help")
     assert "usage: quire serve [flags] [MODEL]" in text and "--config FILE.yaml" in text
-    assert "memory Memory and batch sizes (15 flags)" in text and "--max-num-seqs" not in text
+    assert "memory Memory and batch sizes (17 flags)" in text and "--max-num-seqs" not in text
     assert "adapters Adapters (6 flags)" in text  # of the engine and of the server, as one section
     assert help_of(capsys, "serve", "--help=adapters").count("Adapters:") == 1
 
@@ -52,5 +52,5 @@ def test_flags_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_word_that_nothing_has(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "serve", "--help=xyzzy", status=2)
-    assert "no section, flag or text has 'xyzzy'; sections: server, adapters, engines, logs, model" in text
+    assert "no section, flag or text has 'xyzzy'; sections: server, adapters, engines, images, logs, model" in text
     assert "did you mean --max-model-len?" in help_of(capsys, "serve", "--help=ctx-size", status=2)

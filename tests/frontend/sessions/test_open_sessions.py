@@ -137,4 +137,4 @@ def test_10_000_idle_sessions_take_less_than_4_mb(count: int) -> None:
     finally:
         tracemalloc.stop()
     assert store.num_open == store.num_idle == count and store.num_bytes == 4 * (2 + 32 * (count - 1))
-    assert after - before < 400 * count
+    assert after - before < 400 * count + 5_000  # tables of few entries are emptier
