@@ -58,20 +58,17 @@ class SocketFile:
             self._socket.bind(self.unnamed(self._address))
         except zmq.ZMQError:  # the directory was removed, because the engine stops
             return
-        self.close()
+        self._close()
         self._hold()
         log.warning("socket file was replaced or removed; the socket was bound once more", address=self._address)
 
-    def close(self) -> None:
-        self._closes()
-
     def _hold(self) -> None:
         self._file: int | None = None
-        self._closes: Callable[[], object] = lambda: None
+        self._close: Callable[[], object] = lambda: None
         bound = _path(self.unnamed(self._address))
         with suppress(OSError):  # it was removed at once
             self._file = os.open(bound, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._closes = weakref.finalize(self, os.close, self._file)
+            self._close = weakref.finalize(self, os.close, self._file)
             bound.replace(_path(self._address))
 
 

@@ -17,8 +17,8 @@ AHEAD_STEPS = 4
 class Asking:
     """Gives rows and room to requests with items.
 
-    **Who gets room.** First each request's next item, in the order of ``_rank``; those behind one that lacks room get
-    none, because small items would pass a large one for ever. Then further items, ahead of time.
+    **Which items get room.** Each request's next item first, in the order of ``_rank``; those behind one that lacks
+    room get none, because small items would pass a large one for ever. Then further items, ahead of time.
 
     **Why requests do not wait for each other for ever.** The first request in the order, T, can take the room of all
     others for its next item: rows without a holder, those that others hold, and those that T itself holds for later.
