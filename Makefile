@@ -24,7 +24,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations=10 --cpu-seconds=.pytest_cache/cpu_seconds.json
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance nightly lint install install-dev gpu-wheels gpu-check clean
+.PHONY: help serve test test-rest test-full test-slow test-browser test-clients simulate acceptance nightly lint install install-dev docs gpu-wheels gpu-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -93,6 +93,11 @@ test-browser: install-dev ## test the page at / and the HTML report of a replay 
 # Needs the package registries of Python and node; docs/clients.md has the results. Missing clients are skipped.
 test-clients: install-dev ## test the newest releases of clients, each installed into .clients
 	$(PYTEST) -m slow -s tests/nightly/clients
+
+docs: install ## build the pages as a site, into build/site
+	$(STEP) "Installing what builds the site into $(VENV)" $(PIP) -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet -f tools/site/mkdocs.yml
+	@echo "build/site/index.html"
 
 # The rules read only files that changed; with CI set, as .ci/run does, all of them.
 lint: install-dev ## run ruff and mypy, and check the rules about the repository
