@@ -1,5 +1,7 @@
 """Builds of the distribution: complete with and without symbolic links, refused if incomplete; versions."""
 
+import os
+import platform
 import re
 import shutil
 import subprocess
@@ -10,6 +12,7 @@ from pathlib import Path
 import packages
 import pytest
 
+from quire.kernels.cpu.native.library import load_native
 from quire.version import DISTRIBUTION, __version__, install_command
 
 ROOT = Path(__file__).parent.parent
@@ -36,10 +39,12 @@ def _copy(to: Path, put_link: Callable[[Path, str], None]) -> Path:
     return to
 
 
-def _build(root: Path) -> subprocess.CompletedProcess[str]:
+def _build(root: Path, **env: str) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("setuptools", minversion="77")
     command = [sys.executable, "-P", "setup.py", "-q", "build_py", "--build-lib", "built"]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=root, env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def _expected_files() -> set[str]:
@@ -67,6 +72,24 @@ def test_builds_are_complete_with_and_without_links(tmp_path: Path, put_link: Ca
         check=True,
     )
     assert shown.stdout.startswith(f"quire {__version__} (commit 0123456789ab), torch ")
+
+
+@pytest.mark.full
+def test_kernels_built_ahead_are_used_without_a_compiler(tmp_path: Path) -> None:
+    native = load_native()
+    if native is None or platform.machine() != "x86_64":
+        pytest.skip("no compiler, or no x86-64")
+    compiler = tmp_path / "compiler"  # copies a finished library
+    compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {native.path} "$2"\n')
+    compiler.chmod(0o700)
+    root = _copy(tmp_path / "source", _linked)
+    done = _build(root, QUIRE_BUILD_AHEAD="1", CXX=str(compiler))
+    assert done.returncode == 0, done.stderr
+    code = "from quire.kernels.cpu.native.library import load_native; print(load_native().path)"
+    env = {"PYTHONPATH": str(root / "built"), "PATH": str(tmp_path)}
+    shown = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True)
+    level = 4 if native.vector_floats == 16 else 3
+    assert shown.stdout.strip() == str(root / f"built/quire/kernels/cpu/prebuilt/cpu-x86-64-v{level}.so")
 
 
 def test_a_build_of_an_incomplete_tree_fails(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Compilation and loading of the C++ library of ``kernels/cpu``, for the CPU of this machine.
 
-It is built on first use rather than at installation, so that one installation uses each CPU's own instructions. A
+It is built on first use rather than at installation, so that one installation uses each CPU's own instructions. Where
+no compiler is found, one that setup.py put into the wheel takes its place. A
 failure (no compiler, no OpenMP runtime, a cache folder that other users may write to) only costs speed: ``find_native``
 returns the reason instead.
 """
@@ -22,11 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  (loads the OpenMP runtime that the library must share)
-
 log = logging.getLogger("quire.worker")
 
 SOURCES = Path(__file__).parent.parent
+PREBUILT = SOURCES / "prebuilt"
+LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma"},
+}
+"""Instruction sets of libraries that are built ahead, the best first, and the flags of a CPU that has each."""
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 COMPILE_SECONDS = 180
@@ -92,8 +97,17 @@ def find_native() -> Native | str:
 def _load() -> Native:
     if os.environ.get("QUIRE_CPU_NATIVE", "1") == "0":
         raise NativeUnavailable("QUIRE_CPU_NATIVE is 0")
+    import torch  # noqa: F401  (loads the OpenMP runtime that the library shares; builds of a wheel have none)
+
     runtime = _openmp_runtime()
-    path = _build(_compiler())
+    try:
+        compiler = find_compiler()
+    except NativeUnavailable:
+        path = _prebuilt()
+        if path is None:
+            raise
+    else:
+        path = _build(compiler)
     # RTLD_GLOBAL, so that the library, which is not linked against OpenMP, finds its symbols in torch's runtime. A
     # second runtime would start its own threads on the same cores.
     ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
@@ -115,7 +129,8 @@ def _openmp_runtime() -> str:
     raise NativeUnavailable("this torch was built without OpenMP")
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """Return the command of the compiler. Raises NativeUnavailable if there is none."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     if wanted:
         if shutil.which(wanted[0]) is None:
@@ -126,6 +141,13 @@ def _compiler() -> list[str]:
         if found:
             return [found]
     raise NativeUnavailable("no C++ compiler found: install g++ for faster steps")
+
+
+def _prebuilt() -> Path | None:
+    """Return the best library built ahead that this CPU can run, or None."""
+    has = set(_cpu_flags().split())
+    found = (PREBUILT / f"cpu-{level}.so" for level, needed in LEVELS.items() if needed <= has)
+    return next((path for path in found if path.exists()), None)
 
 
 def _build(compiler: list[str]) -> Path:
@@ -143,7 +165,7 @@ def _build(compiler: list[str]) -> Path:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(mode=0o700)
             try:
-                _compile(compiler, flags, scratch).replace(path)
+                compile_library(compiler, flags, scratch).replace(path)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     return path
@@ -175,8 +197,12 @@ def _cpu_flags() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
 
 
-def _compile(compiler: list[str], flags: list[str], scratch: Path) -> Path:
-    """Compile each source in its own process, then link, without OpenMP (see ``_load``)."""
+def compile_library(compiler: list[str], flags: list[str], scratch: Path) -> Path:
+    """Compile each source in its own process, then link, without OpenMP (see ``_load``). Return a file in ``scratch``.
+
+    Raises:
+        NativeUnavailable: the compiler failed, or took longer than ``COMPILE_SECONDS`` for a source.
+    """
     lifeline, ours = os.pipe()
 
     def compile_one(source: Path) -> str:
