@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.frontend.engine.client import EngineClient
+from quire.frontend.engine.kept_updates import KeptUpdates
 from quire.frontend.engine.streams import Stream
 from quire.frontend.engine.terms import Terms
 from quire.frontend.engine.update import Update
@@ -266,11 +267,18 @@ class StreamedAnswer(Answer):
     __slots__ = ("_prompt_only", "_take")
 
     def __init__(
-        self, sequence: Stream, text_in: TextIn, prompt: Prompt, params: SamplingParams, *, prompt_only: bool = False
+        self,
+        sequence: Stream,
+        text_in: TextIn,
+        prompt: Prompt,
+        params: SamplingParams,
+        take: Callable[[], Update | None] | None = None,
+        *,
+        prompt_only: bool = False,
     ) -> None:
-        """``prompt_only``: the deltas contain nothing of the answer."""
+        """``take``: instead of the sequence's own; ``prompt_only``: the deltas contain nothing of the answer."""
         super().__init__(sequence, text_in, prompt, params)
-        self._take = sequence.take
+        self._take = take or sequence.take
         self._prompt_only = prompt_only
 
     def take(self) -> OutputDelta | None:
@@ -306,11 +314,13 @@ async def start_answers(
     clamp_max_tokens: bool,
     prompt_only: bool = False,
     fork: ForkPoint | None = None,
+    kept: KeptUpdates | None = None,
     on_update: Callable[[], None],
 ) -> list[StreamedAnswer]:
     """Submit ``params.n`` sequences for each prompt, all or none; answer ``i`` of prompt ``p`` is at ``p * n + i``.
 
-    ``fork``: where in a sequence with the one prompt, and the same adapter, all of them begin.
+    ``fork``: where in a sequence with the one prompt, and the same adapter, all of them begin; ``kept``: what the one
+    sequence begins with, and what keeps its updates.
 
     The seed of sample ``i`` is derived from the request's seed and ``i``, so that it does not depend on ``n``.
 
@@ -329,11 +339,13 @@ async def start_answers(
                 is_last = len(answers) == len(prompts) * params.n - 1
                 name, sample_seed = f"{request_id}-{len(answers)}", seed_for_sample(seed, sample)
                 request = terms.request(name, prompt, sample_params, sample_seed, is_last=is_last)
+                request = request if kept is None else kept.continued(request)
                 parent = None if params.prompt_logprobs is not None else first
                 num_shared = 0 if fork is None else fork.num_tokens
                 sequence = await engine.add(request, on_update, parent=parent, num_shared=num_shared)
                 first = first or sequence
-                answers.append(StreamedAnswer(sequence, text_in, prompt, params, prompt_only=prompt_only))
+                take = sequence.take if kept is None else kept.reader(sequence.take, on_update)
+                answers.append(StreamedAnswer(sequence, text_in, prompt, params, take, prompt_only=prompt_only))
     except BaseException:  # also for a cancelled task
         for answer in answers:
             answer.abort()

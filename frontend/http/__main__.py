@@ -5,7 +5,7 @@ import contextlib
 import ctypes
 import gc
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,7 @@ from quire.frontend.http.serving.metrics import MetricsOptions
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import FleetLink, ServerSettings
 from quire.frontend.http.serving.tracing import OtlpTracer
+from quire.frontend.http.stored.response_files import ResponseFiles
 from quire.frontend.images.make import ItemReaders, make_readers
 from quire.frontend.network_options import tls_context
 from quire.frontend.serve_options import ServeOptions
@@ -140,6 +141,7 @@ class FrontEnd:
                 unknown_fields=settings.unknown_fields,
                 address_salt=self._directory.name.encode(),
                 max_stored_response_bytes=settings.max_stored_response_bytes,
+                response_files=ResponseFiles(self._directory / "responses", self._index),
                 adapters=self._adapters(),
                 notes_tools=config.uses_programs,
                 sessions=SessionStore(settings.max_sessions, settings.session_timeout, self._index),
@@ -154,6 +156,7 @@ class FrontEnd:
         )
         self._note_sessions: Callable[[], None] = app.state.note_sessions
         self._for_peers: ASGIApp = app.state.for_peers
+        self._continue_responses: Callable[[], Awaitable[None]] = app.state.continue_responses
         return HttpServer(app, tls_context(settings))
 
     def _adapters(self) -> ServedAdapters | None:
@@ -211,6 +214,7 @@ class FrontEnd:
         """Report readiness. Then the first front end of all logs what the chat template loses of requests."""
         await self._engine.wait_ready()
         self._child.report(Report("ready"))
+        await self._continue_responses()
         if readers.images is not None:
             await asyncio.to_thread(readers.images.prepare)
         if text_in.template is not None and self._config.model.generates:

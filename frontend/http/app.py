@@ -21,8 +21,8 @@ from quire.frontend.http.dialects.responses import (
     count_input_tokens,
     list_input_items,
     show_stored,
-    stored_response,
 )
+from quire.frontend.http.dialects.responses_background import cancel_response, continue_responses, stored_response
 from quire.frontend.http.dialects.responses_compact import compact
 from quire.frontend.http.dialects.responses_socket import responses
 from quire.frontend.http.page.page import show_page
@@ -96,6 +96,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses/compact", compact),
     ("GET DELETE", "/v1/responses/{id:response}", stored_response),
     ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
+    ("POST", "/v1/responses/{id:response}/cancel", cancel_response),
     ("POST", "/v1/requests/{id:path}/fork", fork),
     ("POST", "/v1/sessions", open_session),
     ("GET DELETE", "/v1/sessions/{id}", session),
@@ -144,6 +145,7 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     )
     app.state.for_peers = Router([*app.routes, Route(STORED_PATH + "{id:path}", partial(show_stored, server))])
     app.state.note_sessions = server.note_sessions
+    app.state.continue_responses = partial(continue_responses, server)
     # A redirect would contain the client's Host header, and RootPath has removed the slash.
     app.router.redirect_slashes = False
     return app

@@ -34,6 +34,7 @@ EXPECTED = {
     "/v1/responses/input_tokens": ({"POST"}, 400),
     "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
+    "/v1/responses/{id:response}/cancel": ({"POST"}, 404),
     "/v1/requests/{id:path}/fork": ({"POST"}, 400),
     "/v1/sessions": ({"POST"}, 200),
     "/v1/sessions/{id}": ({"GET", "HEAD", "DELETE"}, 404),

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's API for conversations of items, and the responses that it has stored."""
+"""/v1/responses: OpenAI's API for conversations of items, and what requests refer to of stored responses."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.frontend.http.dialects.responses_events import SSE, EventFraming, ResponsesFormatter, Store
@@ -18,7 +17,8 @@ from quire.frontend.http.serving.body import json_response, parse_body, read_bod
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import Server
-from quire.frontend.http.stored.response_store import OwnResponses, StoredResponse
+from quire.frontend.http.stored.response_store import OwnResponses
+from quire.frontend.http.stored.stored_response import StoredResponse
 from quire.frontend.images.source import StoredImage
 from quire.frontend.sessions.open_session import OpenSession, Piece
 from quire.frontend.text.prompts import Prompt
@@ -28,15 +28,6 @@ STORED_PATH = "/peers/stored/"
 """Path of a stored response for the other front ends; clients cannot reach it."""
 MAX_FETCHED = 64
 """Responses of other front ends to which one request may refer; the body is parsed once more for each."""
-
-
-async def create_response(server: Server, request: Request) -> ASGIApp:
-    server.require_generation(request.scope["path"])
-    parsed, size = await _read(server, request)
-    store = None
-    if parsed.store and server.response_store.is_enabled:
-        store = partial(store_response, server.responses_of(request.scope), parsed)
-    return await generation(server, parsed, size, store)
 
 
 async def generation(
@@ -64,43 +55,28 @@ async def generation(
 
 
 async def count_input_tokens(server: Server, request: Request) -> Response:
-    parsed, size = await _read(server, request)
+    parsed, body = await read_request(server, request)
     request.scope["state"][IGNORED_FIELDS] = parsed.chat.ignored
     await server.check_model(parsed.chat.model)
-    prompt, _ = await encode_request(server, parsed, size)
+    prompt, _ = await encode_request(server, parsed, len(body))
     return json_response({"input_tokens": len(prompt.token_ids), "object": "response.input_tokens"})
-
-
-async def stored_response(server: Server, request: Request) -> Response:
-    """Return a stored response, or delete it."""
-    if request.method == "DELETE":
-        return _delete(server, request)
-    if request.query_params.get("stream", "false").lower() not in ("false", "0", ""):
-        text = "stream must be false: the events of a stored response are not kept"
-        raise ApiError(400, text, "stream", "unsupported")
-    return Response(_stored(server, request).body, media_type="application/json")
 
 
 async def list_input_items(server: Server, request: Request) -> Response:
     """Return all input items of a response, the newest first unless ``order`` is asc."""
-    items = [_with_id(item, i) for i, item in enumerate(_stored(server, request).input)]
+    stored = find_stored(server.responses_of(request.scope), request.path_params["id"])
+    items = [_with_id(item, i) for i, item in enumerate(stored.input)]
     if request.query_params.get("order", "desc") != "asc":
         items.reverse()
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": "", "last_id": ""}
     return json_response({"object": "list", "data": items, "has_more": False, **ends})
 
 
-def _delete(server: Server, request: Request) -> Response:
-    own, response_id = server.responses_of(request.scope), request.path_params["id"]
-    if not own.delete(response_id):
-        raise not_stored(own, response_id, None)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-async def _read(server: Server, request: Request) -> tuple[ResponsesRequest, int]:
+async def read_request(server: Server, request: Request) -> tuple[ResponsesRequest, bytes]:
+    """Return the request, and its body."""
     body = await read_body(request)
     parse = partial(parse_responses, server.parser)
-    return await read_with_stored(server, server.responses_of(request.scope), body, parse), len(body)
+    return await read_with_stored(server, server.responses_of(request.scope), body, parse), body
 
 
 async def read_with_stored(
@@ -191,8 +167,8 @@ async def show_stored(server: Server, request: Request) -> Response:
     return Response(msgspec.msgpack.encode(msgspec.structs.replace(found, images=())))
 
 
-def _stored(server: Server, request: Request) -> StoredResponse:
-    own, response_id = server.responses_of(request.scope), request.path_params["id"]
+def find_stored(own: OwnResponses, response_id: str) -> StoredResponse:
+    """Return a response that has ended, or raise ApiError 404."""
     found = own.get(response_id)
     if found is None:
         raise not_stored(own, response_id, None)
@@ -200,6 +176,9 @@ def _stored(server: Server, request: Request) -> StoredResponse:
 
 
 def not_stored(own: OwnResponses, response_id: str, param: str | None) -> ApiError:
+    if own.running(response_id) is not None or own.begun(response_id) is not None:
+        text = f"response {shorten(response_id)} has not ended: wait for its end, or cancel it"
+        return ApiError(409, text, param, "response_not_ended")
     hint = "it may have been dropped: send the whole conversation as input"
     if not own.is_enabled:
         hint = "this server stores no responses: send the whole conversation as input"
@@ -215,14 +194,16 @@ def store_response(
     output: Sequence[dict[str, Any]],
     *,
     only_for: object | None = None,
+    events: Sequence[bytes] | None = None,
 ) -> None:
-    """Store a finished response. ``only_for``: as in ``StoredResponse``."""
+    """Store a response that has ended. ``only_for``, ``events``: as in ``StoredResponse``."""
     items = tuple(msgspec.json.encode(item) for item in output)
     ids = () if only_for is not None else tuple(item["id"] for item in output)
     conversation = (*parsed.before, *parsed.input, *items)
     sizes = len(parsed.before), len(parsed.input)
     images = tuple(parsed.chat.images.stored)
-    response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain, images)
+    kept = None if events is None else tuple(events)
+    response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain, images, kept)
     own.add(response_id, response)
 
 

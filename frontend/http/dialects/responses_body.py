@@ -22,7 +22,6 @@ from quire.frontend.text.message_form import INSTRUCTIONS
 from quire.protocol.errors import InvalidRequest, wrong_value
 
 UNSUPPORTED = {
-    "background": "send the request with stream instead",
     "conversation": "use previous_response_id",
     "prompt": "send its text as instructions",
     "session": "use previous_response_id",
@@ -109,6 +108,7 @@ class ResponsesRequest:
         chain: id of the first response of the chain that it continues, or "".
         before: items of the conversation that ``previous_response_id`` names, as JSON.
         input: the request's own items, as JSON.
+        background: it runs without the client, which asks for it later.
         echo: fields that the response repeats.
     """
 
@@ -119,6 +119,7 @@ class ResponsesRequest:
     before: tuple[bytes, ...]
     input: tuple[bytes, ...]
     store: bool
+    background: bool
     seals_thoughts: bool
     echo: dict[str, Any]
 
@@ -194,6 +195,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         before=before,
         input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
         store=body.store is not False,
+        background=body.background,
         seals_thoughts=SEALED_THOUGHTS in (body.include or ()),
         echo=_echo(body, parsed),
     )
@@ -211,6 +213,8 @@ def _check_supported(body: ResponsesBody) -> None:
     for name, instead in UNSUPPORTED.items():
         if getattr(body, name):
             raise InvalidRequest(f"{name} is not supported: {instead}", name, "unsupported")
+    if body.background and body.store is False:
+        raise InvalidRequest("background needs store to be true: the response is asked for later", "store")
     if body.truncation not in ("auto", "disabled"):
         raise wrong_value("truncation", "auto or disabled", body.truncation)
 
@@ -248,7 +252,7 @@ def _echo(body: ResponsesBody, parsed: ChatRequest) -> dict[str, Any]:
     """Return the fields that a response repeats, with the values that were used."""
     params = parsed.params
     return {
-        "background": False,
+        "background": body.background,
         "frequency_penalty": params.frequency_penalty,
         "instructions": body.instructions or None,
         "max_output_tokens": body.max_output_tokens,

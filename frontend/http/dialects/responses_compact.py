@@ -34,7 +34,7 @@ ASK = (
 MAX_TOKENS = 2048
 """Limit on the tokens of a summary; fewer if the context has no room for them."""
 OWN_FIELDS = {"stream": False, "store": False, "reasoning": {"effort": "none"}}
-LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "top_logprobs", "include")
+LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "top_logprobs", "include", "background")
 """Fields of a response that have no meaning here."""
 
 

@@ -1,5 +1,6 @@
 """Answers in the form of the Responses API: one object, or a stream of events."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,18 +53,24 @@ class ResponsesFormatter(ResponseFormatter):
         reader: AnswerReader,
         store: Store | None,
         transport: EventFraming = SSE,
+        *,
+        response_id: str = "",
+        created: int = 0,
     ) -> None:
-        super().__init__(server.new_id("resp_"))
-        self.style = EventStyle(b"%b", transport.end, self._failed)
+        """``response_id``, ``created``: of a response that an earlier process has begun."""
+        super().__init__(response_id or server.new_id("resp_"))
+        self.style = EventStyle(b"%b", transport.end, self.failed)
         self._transport = transport
         self._request = request
         self._num_prompt_tokens = num_prompt_tokens
         self._reader = TokenReader(reader)
         self._server = server
         self._store = store
-        self._created = int(time.time())
+        self._created = created or int(time.time())
+        self._random = random.Random(self.request_id)  # the ids of items are the same in each process
         self._number = 0
         """Number of the next event."""
+        self._has_begun = False
         self._frames: list[bytes] | None = []
         """Events that are not yet returned; None if the response is not streamed."""
         self._output: list[dict[str, Any]] = []
@@ -73,10 +80,18 @@ class ResponsesFormatter(ResponseFormatter):
         self._waiting: list[PlacedLogprobs] = []
         """Log probabilities of tokens whose text is not sent yet; those of thoughts and calls are left out."""
 
+    def queue(self) -> None:
+        """Begin a response that runs in the background."""
+        response = self._response("queued", None)
+        self._emit("response.created", response=response)
+        self._emit("response.queued", response=response)
+
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
-        if not self._number:
+        if not self._has_begun:
+            self._has_begun = True
             response = self._response("in_progress", None)
-            self._emit("response.created", response=response)
+            if not self._number:
+                self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
         last = delta.finish_reason is not None
         events = self._reader.push(delta.texts or (delta.text,), last=last)
@@ -119,7 +134,7 @@ class ResponsesFormatter(ResponseFormatter):
         if not part.continues(self._last) or self._open is None:
             self._close("completed")
             tool = self._request.tools.name(part.name)
-            self._open = new_item(part, tool, self._request.seals_thoughts, self._server.new_id)
+            self._open = new_item(part, tool, self._request.seals_thoughts, self._new_id)
             self._emit_all(self._open.begin())
         self._last = part
         logprobs = format_logprobs(self._waiting, self._server.token_texts).content if part.kind == "text" else []
@@ -158,7 +173,21 @@ class ResponsesFormatter(ResponseFormatter):
             **self._request.echo,
         }
 
-    def _failed(self, error: ApiError) -> bytes:
+    def _new_id(self, prefix: str) -> str:
+        """Return an id whose end has the number of the front end, as that of the response."""
+        return f"{prefix}{self._random.getrandbits(120):030x}{self.request_id[-2:]}"
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """The items that are complete."""
+        return self._output
+
+    def cancelled(self) -> None:
+        """End a response that its client has cancelled."""
+        self._close("incomplete")
+        self._emit("response.cancelled", response=self._response("cancelled", None))
+
+    def failed(self, error: ApiError) -> bytes:
         """Return the events that end a stream with an error."""
         if self._transport.error is not None:
             return self._transport.framed("error", self._transport.error(error, self._number))

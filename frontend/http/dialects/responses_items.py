@@ -10,7 +10,6 @@ from quire.frontend.http.dialects.parts import Part
 from quire.frontend.http.dialects.responses_input import sealed_thought
 from quire.frontend.http.dialects.responses_tools import ToolName
 from quire.frontend.http.routes.chat import ContentLogprob
-from quire.frontend.http.routes.tool_calls import new_call_id
 
 Events = list[tuple[str, dict[str, Any]]]
 """Types of events, and their fields beside the item's place and the number."""
@@ -39,6 +38,8 @@ class OpenItem(ABC):
 
 
 NewId = Callable[[str], str]
+CALL_ID_LENGTH = 9
+"""Characters of the id of a call, all letters and digits: what the templates of Mistral take in the next turn."""
 
 
 def new_item(part: Part, tool: ToolName, seals_thoughts: bool, new_id: NewId) -> OpenItem:
@@ -48,15 +49,16 @@ def new_item(part: Part, tool: ToolName, seals_thoughts: bool, new_id: NewId) ->
         tool: the client's name of the tool, if the part is a call.
         new_id: returns an id, given its prefix.
     """
+    call_id = part.id or new_id("")[:CALL_ID_LENGTH]
     match part.kind:
         case "text":
             return _TextItem(new_id("msg_"), "message", role="assistant", content=[])
         case "thought":
             return _ThoughtItem(new_id("rs_"), "reasoning", summary=[], content=[], seals=seals_thoughts)
         case "call" if tool.is_custom:
-            return _CustomCallItem(new_id("ctc_"), tool, part.id)
+            return _CustomCallItem(new_id("ctc_"), tool, call_id)
         case "call":
-            return _CallItem(new_id("fc_"), "function_call", **_call(tool, part.id), arguments="")
+            return _CallItem(new_id("fc_"), "function_call", **_call(tool, call_id), arguments="")
 
 
 class _TextItem(OpenItem):
@@ -158,5 +160,5 @@ def _custom_input(arguments: str) -> str:
 
 
 def _call(tool: ToolName, call_id: str) -> dict[str, str]:
-    fields = {"call_id": call_id or new_call_id(), "name": tool.name}
+    fields = {"call_id": call_id, "name": tool.name}
     return {**fields, "namespace": tool.namespace} if tool.namespace else fields

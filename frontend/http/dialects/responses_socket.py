@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wsproto.frame_protocol import CloseReason
 
-from quire.frontend.http.dialects.responses import create_response, generation, read_with_stored, store_response
+from quire.frontend.http.dialects.responses import generation, read_with_stored, store_response
+from quire.frontend.http.dialects.responses_background import create_response
 from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
 from quire.frontend.http.dialects.responses_events import EventFraming, Store
 from quire.frontend.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten

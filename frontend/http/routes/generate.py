@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.frontend.engine.answers import ForkPoint, OutputDelta, StreamedAnswer, engines_of, start_answers
+from quire.frontend.engine.kept_updates import KeptUpdates
 from quire.frontend.http.routes.formatter import (
     Collected,
     PromptTokens,
@@ -69,7 +70,7 @@ class Generation:
 
     __slots__ = (
         "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
-        "_has_prompt_logprobs", "_has_running_usage", "_new_formatter", "_num_image_tokens", "_num_sequences",
+        "_has_prompt_logprobs", "_has_running_usage", "_kept", "_new_formatter", "_num_image_tokens", "_num_sequences",
         "_piece", "_prompts",
         "_request", "_running", "_server", "_style", "_turn", "_waiting", "terms",
     )  # fmt: skip
@@ -85,6 +86,7 @@ class Generation:
         new_formatter: NewFormatter | None = None,
         fork: ForkPoint | None = None,
         piece: Piece | None = None,
+        kept: KeptUpdates | None = None,
     ) -> None:
         """
         Args:
@@ -93,6 +95,7 @@ class Generation:
                 has no forks.
             fork: where in another answer all of the sequences begin.
             piece: the piece of a session of which the one sequence is the answer.
+            kept: keeps the updates of the one sequence, and has those with which it begins.
         """
         self._server = server
         self._style = style
@@ -102,6 +105,7 @@ class Generation:
         self._new_formatter = new_formatter
         self._fork = fork
         self._piece = piece
+        self._kept = kept
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
@@ -362,6 +366,7 @@ class Generation:
             clamp_max_tokens=request.clamp_max_tokens,
             prompt_only=request.prompt_only,
             fork=self._fork,
+            kept=self._kept,
             on_update=self._advance,
         )
         self._answers, metrics = answers, self._server.metrics

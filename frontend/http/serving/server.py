@@ -22,6 +22,7 @@ from quire.frontend.http.serving.metrics import Metrics, MetricsOptions
 from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.tracing import OtlpTracer, RequestSpan
 from quire.frontend.http.serving.work_threads import ConversationThreads, TextThreads
+from quire.frontend.http.stored.response_files import ResponseFiles
 from quire.frontend.http.stored.response_store import OwnResponses, ResponseStore
 from quire.frontend.ids import new_id
 from quire.frontend.images.source import ImageReader, RowsReader
@@ -80,6 +81,7 @@ class ServerSettings:
         sampling_defaults: the model's sampling parameters, for requests that leave them out.
         unknown_fields: what to do with fields of requests that the server does not know.
         max_stored_response_bytes: memory for responses that clients may refer to later, or 0 to store none.
+        response_files: where responses are stored for other front ends; None: nowhere.
         peers: the other front ends, and the number of this one.
         fleet: the engines of the server, for the administrator; None: it has one.
         adapters: the adapters that requests may name as their model; None: the engine has none.
@@ -111,6 +113,7 @@ class ServerSettings:
     unknown_fields: Policy = "ignore"
     address_salt: bytes = b""
     max_stored_response_bytes: int = 64 * 2**20
+    response_files: ResponseFiles | None = None
     peers: Peers = field(default_factory=Peers)
     fleet: FleetLink | None = None
     adapters: ServedAdapters | None = None
@@ -172,7 +175,7 @@ class Server:
         )
         self.capabilities = settings.capabilities
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)
-        self.response_store = ResponseStore(settings.max_stored_response_bytes)
+        self.response_store = ResponseStore(settings.max_stored_response_bytes, settings.response_files)
         self.peers = settings.peers
         self.sessions = settings.sessions
         self.running: dict[str, Forkable] = {}

@@ -3,51 +3,12 @@
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
-
-class StoredResponse(msgspec.Struct, frozen=True):
-    """A finished response.
-
-    Attributes:
-        body: the response as JSON.
-        conversation: all items up to and with its output, as JSON. The responses of one chain share them.
-        num_before: items of ``conversation`` that belong to ``previous_response_id``.
-        num_input: items of the request's own input, which follow those.
-        output_ids: ids of the items after those; empty if requests cannot refer to single items.
-        only_for: the connection that alone may refer to the response, or None for all of the tenant.
-        chain: id of the first response of its chain, or "" if it is the first.
-        images: all StoredImages of ``conversation``, in order; empty in a copy for another front end.
-    """
-
-    body: bytes
-    conversation: tuple[bytes, ...]
-    num_before: int
-    num_input: int
-    output_ids: tuple[str, ...]
-    only_for: Any = None
-    chain: str = ""
-    images: tuple[Any, ...] = ()
-
-    @property
-    def input(self) -> tuple[bytes, ...]:
-        return self.conversation[self.num_before : self.num_before + self.num_input]
-
-    @property
-    def output(self) -> tuple[bytes, ...]:
-        return self.conversation[self.num_before + self.num_input :]
-
-    def item(self, item_id: str) -> bytes:
-        """Return the output item with this id, one of ``output_ids``, as JSON."""
-        return self.output[self.output_ids.index(item_id)]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size, with shared items counted in full, so that the sum is an upper bound."""
-        of_images: int = sum(image.num_bytes for image in self.images)
-        return len(self.body) + sum(map(len, self.conversation)) + 128 * len(self.conversation) + of_images
+from quire.frontend.http.stored.response_files import BegunResponse, ResponseFiles
+from quire.frontend.http.stored.running_responses import RunningResponse, RunningResponses
+from quire.frontend.http.stored.stored_response import StoredResponse
 
 
 @dataclass(slots=True)
@@ -63,23 +24,38 @@ class ResponseStore:
 
     When the store is full, the tenant with the most bytes loses its oldest response: a client that stores much cannot
     evict what others have stored.
+
+    Attributes:
+        files: what is stored, for the front end that replaces this one; the store begins with what its predecessor had.
+        running: responses that have not ended, and run without a client.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, files: ResponseFiles | None = None) -> None:
         self._max_bytes = max_bytes
         self.num_bytes = 0
         self._tenants: dict[int, _OfTenant] = {}
         self._lock = threading.Lock()
+        self.running = RunningResponses(max_bytes)
+        self.files = files or ResponseFiles()
+        for response_id, tenant, response in self.files.own():
+            self._keep(tenant, response_id, response)
 
     @property
     def is_enabled(self) -> bool:
         return self._max_bytes > 0
 
     def add(self, tenant: int, response_id: str, response: StoredResponse) -> None:
-        """Store a response, unless it alone exceeds the limit."""
-        size = response.num_bytes
-        if size > self._max_bytes:
+        """Store a response, unless it alone exceeds the limit; without its events if it exceeds it with them."""
+        if response.num_bytes > self._max_bytes:
+            response = msgspec.structs.replace(response, events=None)
+        if response.num_bytes > self._max_bytes:
             return
+        if response.only_for is None:
+            self.files.write(tenant, response_id, response)
+        self._keep(tenant, response_id, response)
+
+    def _keep(self, tenant: int, response_id: str, response: StoredResponse) -> None:
+        size = response.num_bytes
         with self._lock:
             mine = self._tenants.setdefault(tenant, _OfTenant())
             mine.responses[response_id] = response
@@ -121,6 +97,7 @@ class ResponseStore:
             del mine.items[item_id]
         mine.num_bytes -= dropped.num_bytes
         self.num_bytes -= dropped.num_bytes
+        self.files.delete(response_id)
         if not mine.responses:
             del self._tenants[tenant]
 
@@ -141,7 +118,16 @@ class OwnResponses:
         self.store.add(self.tenant, response_id, response)
 
     def get(self, response_id: str) -> StoredResponse | None:
-        return self.store.get(self.tenant, response_id, self.connection)
+        """Return a response of this front end, or of another one, which may have died."""
+        found = self.store.get(self.tenant, response_id, self.connection)
+        return found or self.store.files.read(self.tenant, response_id)
+
+    def running(self, response_id: str) -> RunningResponse | None:
+        return self.store.running.get(self.tenant, response_id)
+
+    def begun(self, response_id: str) -> BegunResponse | None:
+        """Return a response that runs in another front end, or that no front end has continued yet."""
+        return self.store.files.begun(self.tenant, response_id)
 
     def delete(self, response_id: str) -> bool:
         return self.store.delete(self.tenant, response_id, self.connection)

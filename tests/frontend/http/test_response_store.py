@@ -1,6 +1,7 @@
 """The store of responses: bounded memory, shared fairly."""
 
-from quire.frontend.http.stored.response_store import ResponseStore, StoredResponse
+from quire.frontend.http.stored.response_store import ResponseStore
+from quire.frontend.http.stored.stored_response import StoredResponse
 
 
 def test_memory_is_bounded_and_shared_among_tenants() -> None:

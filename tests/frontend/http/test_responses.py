@@ -396,7 +396,6 @@ class TestBadInput:
             ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema is required"),
             ({"text": {"format": {"type": "x"}}}, "text.format.type must be one of text"),
             ({"reasoning": {"effort": "x"}}, "reasoning.effort must be one of"),
-            ({"background": True}, "background is not supported: "),
             ({"conversation": "conv_1"}, "conversation is not supported: use previous_response_id"),
             ({"truncation": "x"}, "truncation must be auto or disabled"),
             ({"truncation": "auto", "input": "hello " * 10_000}, "This model's maximum context length is 4000"),

@@ -46,6 +46,8 @@ class FakeSequence(PulledSequence):
     delivered: int = 0
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     pooled: Callable[[], Update] | None = None
+    num_known: int = 0
+    """Tokens that the request has from the start, which are the first update."""
 
     async def updates(self) -> AsyncIterator[Update]:
         if self.pooled is not None:
@@ -56,7 +58,10 @@ class FakeSequence(PulledSequence):
         if self.delivered == 0 and isinstance(self.ending, InvalidRequest):
             raise self.ending
         tokens = self.tokens[: self.params.max_tokens]
-        for begin in range(0, len(tokens), self.per_update):
+        if self.num_known:
+            self.delivered = self.num_known
+            yield Update(tokens[: self.num_known], num_output_tokens=self.num_known)
+        for begin in range(self.num_known, len(tokens), self.per_update):
             await asyncio.sleep(0)
             if self.hang_after is not None and self.delivered >= self.hang_after:
                 self.waiting.set()
@@ -193,6 +198,9 @@ class FakeEngine:
             self.on_abort,
             self.on_hang,
         )
+        if request.output_token_ids is not None:
+            sequence.num_known = len(request.output_token_ids)
+            sequence.tokens[: sequence.num_known] = request.output_token_ids.tolist()
         if pooling is not None:
             sequence.pooled = partial(self.pool, prompt, pooling)
         self.pooling.append(pooling)
