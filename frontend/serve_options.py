@@ -112,8 +112,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting(
             SERVER,
-            "memory of each front end for responses of /v1/responses that clients may refer to later by their ids; the "
-            "oldest are dropped first. 0: store none. Requests with `store: false` are not stored: "
+            "memory of each front end for responses of /v1/responses that clients may refer to later by their ids, and "
+            "the size of their files beside the server's sockets; the oldest are dropped first. 0: store none. "
+            "Requests with `store: false` are not stored: "
             "[stored responses](../frontend/http/dialects/README.md#responses)",
             range=(0, 2**40),
             unit="bytes",

@@ -36,6 +36,7 @@ LONG_FILES = (
 
 SAME_ENGINE = {
     "tests/end_to_end/test_adapters.py": "server",
+    "tests/end_to_end/test_background.py": "server",
     "tests/end_to_end/test_forks.py": "tiny",
     "tests/end_to_end/test_grammar_beams.py": "demo",
     "tests/end_to_end/test_offline_pause.py": "demo",

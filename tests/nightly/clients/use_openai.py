@@ -144,6 +144,23 @@ def responses_are_stored() -> None:
     raise AssertionError("a deleted response was found")
 
 
+def responses_in_background() -> None:
+    """Polled, followed from the middle of its events, and cancelled."""
+    polled = client.responses.create(model=MODEL, input=GREETING, background=True)
+    assert polled.status == "queued"
+    while polled.status in ("queued", "in_progress"):
+        polled = client.responses.retrieve(polled.id)
+    assert polled.output_text == HELLO
+    with client.responses.create(model=MODEL, input=GREETING, background=True, stream=True) as events:
+        begun = [next(events) for _ in range(4)]
+    response_id = begun[0].response.id
+    rest = [*client.responses.retrieve(response_id, stream=True, starting_after=3)]
+    assert [event.sequence_number for event in [*begun, *rest]] == [*range(4 + len(rest))]
+    assert rest[-1].response.output_text == HELLO
+    cancelled = client.responses.create(model=MODEL, input=QUESTION, background=True)
+    assert client.responses.cancel(cancelled.id).status in ("cancelled", "completed")
+
+
 def _outputs(output: list[Any]) -> list[Any]:
     return [
         {"type": "function_call_output", "call_id": item.call_id, "output": look_up_json(item.arguments)}
@@ -174,7 +191,7 @@ report(
     [
         *(chat_second_turn, chat_tool_loop, chat_stream, chat_structured),
         *(responses_second_turn, responses_tool_loop, responses_stream, responses_structured),
-        *(responses_are_stored, completions),
+        *(responses_are_stored, responses_in_background, completions),
     ],
     "openai",
 )
