@@ -150,6 +150,7 @@ class FrontEnd:
                 images=readers.images,
                 rows=readers.rows,
                 implementation=config.model.implementation,
+                architecture=config.model.architecture,
                 peers=self._peers,
                 fleet=self._fleet_link(),
             ),

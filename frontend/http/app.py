@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message
 
 from quire.frontend.engine.client import EngineClient
 from quire.frontend.http.dialects.messages import count_message_tokens, create_message
+from quire.frontend.http.dialects.ollama.routes import ROUTES as OLLAMA_ROUTES
 from quire.frontend.http.dialects.responses import (
     STORED_PATH,
     count_input_tokens,
@@ -97,6 +98,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET DELETE", "/v1/responses/{id:response}", stored_response),
     ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
     ("POST", "/v1/responses/{id:response}/cancel", cancel_response),
+    *OLLAMA_ROUTES,
     ("POST", "/v1/requests/{id:path}/fork", fork),
     ("POST", "/v1/sessions", open_session),
     ("GET DELETE", "/v1/sessions/{id}", session),

@@ -142,6 +142,17 @@ class TestOpenAIClient:
             assert all(value < 0 for value in logprobs.token_logprobs[1:])
         assert answer.usage.completion_tokens == 0
 
+    def test_ollamas_api_gives_the_same_answer(self, client: openai.OpenAI, demo_server: Served) -> None:
+        fields = {"model": "quire-demo:latest", "messages": STORY, "options": {"temperature": 0, "num_predict": 40}}
+        *parts, last = map(json.loads, httpx.post(f"{demo_server.url}/api/chat", json=fields).text.splitlines())
+        whole = client.chat.completions.create(model="quire-demo", messages=STORY, temperature=0, max_tokens=40)
+        assert "".join(part["message"]["content"] for part in parts) == whole.choices[0].message.content
+        assert (last["done_reason"], last["eval_count"]) == (
+            whole.choices[0].finish_reason,
+            whole.usage.completion_tokens,
+        )
+        assert last["total_duration"] > last["prompt_eval_duration"] + last["eval_duration"] > 10**6
+
     def test_a_failing_request_gets_422(self, demo_server: Served) -> None:
         body = {"prompt": "x", "allowed_token_ids": [65], "structured_outputs": {"regex": "[0-9]{3}"}}
         for stream in (False, True):

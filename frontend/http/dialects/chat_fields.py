@@ -13,13 +13,21 @@ _OTHERS = (
     *("cache_salt", "priority", "chat_template_kwargs", "extra_args", "logit_bias", "repetition_detection"),
     *("job_id", "is_last_step", "nvext", "kv_hints", "vllm_xargs", "structured_outputs", *ALIASES),
 )
-PASSED_FIELDS = (*(name for name in SAMPLING_FIELDS if name not in ("n", "stop", "prompt_logprobs")), *_OTHERS)
+_REFUSED = ("n", "stop", "prompt_logprobs", "use_beam_search")
+PASSED_FIELDS = (*(name for name in SAMPLING_FIELDS if name not in _REFUSED), *_OTHERS)
 """Sampling parameters and fields of this server that keep their names."""
 
 
 def passed(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a body that chat reads as they are."""
     return {name: raw[name] for name in PASSED_FIELDS if raw.get(name) is not None}
+
+
+def set_thinking(chat: dict[str, Any], *, thinks: bool) -> None:
+    """Add the variables of chat templates that turn thinking on or off. Those of the client come first."""
+    kwargs = chat.get("chat_template_kwargs") or {}
+    if isinstance(kwargs, dict):
+        chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **kwargs}
 
 
 def renamed(

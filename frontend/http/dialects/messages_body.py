@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed
+from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed, set_thinking
 from quire.frontend.http.dialects.messages_blocks import chat_messages
 from quire.frontend.http.dialects.text_parts import object_at, string_at
 from quire.frontend.http.schema.bodies import Effort
@@ -51,7 +51,6 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     # Refused:
     thread: Any = None
     compaction: Any = None
-    session: Any = None
     # Ignored:
     metadata: dict[str, Any] | None = None
     service_tier: str = ""
@@ -78,8 +77,6 @@ def parse_messages(parser: Parser, raw: Mapping[str, Any], *, count_only: bool =
         raise InvalidRequest("thread is not supported: send the whole conversation", "thread", THREAD_UNSUPPORTED)
     if body.compaction is not None:
         raise InvalidRequest("compaction is not supported: shorten the conversation", "compaction", "unsupported")
-    if body.session is not None:
-        raise InvalidRequest("session is not supported: use /v1/chat/completions", "session", "unsupported")
     if body.max_tokens is None and not count_only:
         raise InvalidRequest("max_tokens is required", "max_tokens", "missing_required_parameter")
     max_tokens = 0 if body.max_tokens is None else check_int("max_tokens", body.max_tokens, 1, MAX_TOKENS_LIMIT)
@@ -144,9 +141,7 @@ def _set_thinking(chat: dict[str, Any], body: MessagesBody) -> None:
     if kind not in THINKING:
         raise wrong_value("thinking.type", f"one of {', '.join(THINKING)}", kind)
     thinks = kind != "disabled"
-    kwargs = chat.get("chat_template_kwargs") or {}
-    if isinstance(kwargs, dict):
-        chat["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **kwargs}
+    set_thinking(chat, thinks=thinks)
     if budget is not None and thinks:
         chat.setdefault("thinking_token_budget", check_int("thinking.budget_tokens", budget, 0, MAX_TOKENS_LIMIT))
 

@@ -7,7 +7,7 @@ import msgspec
 
 from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.http.dialects.messages_body import MessagesRequest
-from quire.frontend.http.dialects.parts import Dropped, Part, read_parts, whole_parts
+from quire.frontend.http.dialects.parts import Dropped, Part, is_object, read_parts, whole_parts
 from quire.frontend.http.routes.conversation import AnswerReader, tool_of
 from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.routes.text_template import TextTemplate
@@ -157,7 +157,7 @@ def _block(part: Part) -> Fields:
     match part.kind:
         case "thought":
             return {"type": "thinking", "thinking": part.text, "signature": UNSIGNED}
-        case "call" if _is_object(part.text):
+        case "call" if is_object(part.text):
             return _tool_use(part, part.text.encode())
         case _:
             # Also arguments that were cut off: an input must be an object, and an empty one would be taken for theirs.
@@ -167,11 +167,3 @@ def _block(part: Part) -> Fields:
 def _tool_use(part: Part, arguments: bytes) -> Fields:
     call_id = part.id or new_call_id()
     return {"type": "tool_use", "id": call_id, "name": part.name, "input": msgspec.Raw(arguments)}
-
-
-def _is_object(text: str) -> bool:
-    try:
-        found: Any = msgspec.json.decode(text)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict)

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
+
+import msgspec
 
 from quire.frontend.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
 
@@ -59,14 +61,27 @@ def read_parts(events: Iterable[Event]) -> list[Part | Dropped]:
 
 def whole_parts(events: Iterable[Event]) -> list[Part]:
     """Return the parts of a whole answer, from its events."""
+    return joined(part for part in read_parts(events) if isinstance(part, Part))  # no call can start before it
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Return parts of an answer with the texts of all that they consist of."""
     whole: list[tuple[Part, list[str]]] = []
-    for part in read_parts(events):
-        assert isinstance(part, Part)  # no call can start before it
+    for part in parts:
         if whole and part.continues(whole[-1][0]):
             whole[-1][1].append(part.text)
         else:
             whole.append((part, [part.text]))
     return [replace(part, text="".join(texts)) for part, texts in whole]
+
+
+def is_object(text: str) -> bool:
+    """Return whether the text is a JSON object, as the arguments of a whole call are."""
+    try:
+        found: Any = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict)
 
 
 def _part(event: Event) -> Part | Dropped:

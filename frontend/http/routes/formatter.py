@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.frontend.engine.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer
 from quire.frontend.engine.routed_experts import by_layer
+from quire.frontend.http.serving.metrics import SequenceClock
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.model.model_config import MoeConfig
 from quire.protocol.request.sampling_params import SamplingParams
@@ -126,12 +127,16 @@ def experts_body(answer: OutputDelta | Collected, moe: MoeConfig | None) -> Expe
 
 
 class ResponseFormatter:
-    """Formats the responses of one endpoint as JSON. ``request_id``: id of the response."""
+    """Formats the responses of one endpoint as JSON.
 
-    __slots__ = ("request_id",)
+    ``request_id``: id of the response. ``clocks``: of its sequences, once they are submitted.
+    """
+
+    __slots__ = ("clocks", "request_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.clocks: Sequence[SequenceClock] = ()
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
         """Return the event for one delta of sequence ``index``."""

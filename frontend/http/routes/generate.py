@@ -373,6 +373,7 @@ class Generation:
         lengths = [len(prompt.token_ids) for prompt in self._prompts for _ in range(self._request.params.n)]
         num_shared = 0 if self._fork is None else self._fork.num_tokens
         self._clocks = [SequenceClock(metrics, self._arrival, length, num_shared) for length in lengths]
+        self._formatter.clocks = self._clocks
         self._running = [*zip(range(self._num_sequences), answers, self._clocks, strict=True)]
 
     def _usage(self) -> Usage:

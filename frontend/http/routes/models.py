@@ -15,18 +15,23 @@ Card = dict[str, Any]
 
 
 async def list_models(server: Server, request: Request) -> Response:
-    return json_response({"object": "list", "data": await _cards(server)})
+    return json_response({"object": "list", "data": await cards(server)})
 
 
 async def show_model(server: Server, request: Request) -> Response:
-    name = request.path_params["name"]
-    card = next((each for each in await _cards(server) if each["id"].rstrip("/") == name), None)
+    return json_response(await find_card(server, request.path_params["name"]))
+
+
+async def find_card(server: Server, name: str) -> Card:
+    """Return the card of a served name or an adapter. Raises ApiError 404 if there is none."""
+    card = next((each for each in await cards(server) if each["id"].rstrip("/") == name), None)
     if card is None:
         raise ApiError(404, f"the model {shorten(name)} does not exist", "model", "model_not_found")
-    return json_response(card)
+    return card
 
 
-async def _cards(server: Server) -> list[Card]:
+async def cards(server: Server) -> list[Card]:
+    """Return the cards of all served names and adapters."""
     served, adapters = server.settings.served_model_names, server.settings.adapters
     if adapters is None:
         return [_card(server, name) for name in served]

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, with messages written for this server."""
+"""Errors, most in OpenAI's format, with messages written for this server."""
 
 import traceback
 
@@ -76,8 +76,6 @@ TYPE_OF_STATUS = {
     500: "internal_error",
     503: "service_unavailable_error",
 }
-MESSAGES_PATH = "/v1/messages"
-"""The paths that begin with it have errors in Anthropic's format."""
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 """After an error with this code Anthropic's SDK sends the whole conversation with each request."""
 MESSAGES_TYPE_OF_STATUS = {
@@ -135,10 +133,18 @@ class ApiError(QuireError):
             error["details"] = {"error_code": self.code, "unsupported": ["thread"]}
         return msgspec.json.encode({"error": error, "type": "error"})
 
+    def plain_body(self) -> bytes:
+        """Return the body in Ollama's format."""
+        return msgspec.json.encode({"error": one_line(self.message)})
+
     def response(self, path: str, headers: dict[str, str] | None = None) -> Response:
         """Return the response to a request for ``path``, in the format of its API."""
-        body = self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
+        body = next((form(self) for start, form in FORMS.items() if path.startswith(start)), None) or self.body()
         return Response(body, self.status, self.headers | (headers or {}), "application/json")
+
+
+FORMS = {"/v1/messages": ApiError.messages_body, "/api/": ApiError.plain_body}
+"""Formats of errors other than OpenAI's, by what the paths of their APIs begin with."""
 
 
 class ClientDisconnected(Exception):

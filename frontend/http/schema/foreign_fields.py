@@ -18,8 +18,8 @@ UNSUPPORTED = {
     **_each("web_search_options", "search in the client, and send the results in messages"),
     **_each("structural_tag format guided_whitespace_pattern", "use structured_outputs or response_format"),
     **_each("whitespace_pattern disable_any_whitespace disable_additional_properties", "write it into the schema"),
-    **_each("chat_template", "start the server with --chat-template"),
-    **_each("documents", "write them into messages"),
+    **_each("chat_template template", "start the server with --chat-template"),
+    **_each("documents context", "write it into messages"),
     **_each("add_special_tokens", "the chat template writes them"),
     **_each("echo input_ids best_of", "use /v1/completions"),
     **_each("thinking enable_thinking reasoning think task", "use reasoning_effort or chat_template_kwargs"),
@@ -33,7 +33,9 @@ UNSUPPORTED = {
     **_each("n_predict num_predict max_new_tokens", "use max_tokens"),
     **_each("stop stop_sequences response_format", "this route has another name for it"),
     **_each("max_tokens max_completion_tokens max_output_tokens", "this route has another name for it"),
-    **_each("n prompt_logprobs return_token_ids", "use /v1/chat/completions or /v1/completions"),
+    **_each("n prompt_logprobs return_token_ids session", "use /v1/chat/completions or /v1/completions"),
+    **_each("use_beam_search", "use /v1/chat/completions or /v1/completions"),
+    **_each("_debug_render_only", "use /tokenize"),
     **_each("repeat_penalty no_repeat_ngram_size dry_multiplier", "use repetition_penalty"),
     **_each("typical_p tfs_z top_a top_n_sigma epsilon_cutoff eta_cutoff dynatemp_range", "use top_p or min_p"),
     **_each("mirostat xtc_probability samplers", "use temperature, top_p or min_p"),
@@ -65,6 +67,11 @@ ASKED_BY_FALSE = ("include_reasoning", "separate_reasoning", "enable_thinking", 
 
 WITHOUT_EFFECT = {
     **_each("cache_prompt", "equal prefixes are always reused"),
+    **_each(
+        "num_ctx num_keep num_batch num_gpu main_gpu num_thread numa low_vram f16_kv use_mmap use_mlock vocab_only "
+        "logits_all embedding_only draft_num_predict",
+        "flags of the server say how the model is loaded",
+    ),
     **_each("id_slot slot_id n_keep n_discard", "requests have no slots, and the context is never shifted"),
     **_each("request_id rid", "the header X-Request-Id names a request"),
     **_each("extra_key", "use cache_salt"),
@@ -90,6 +97,6 @@ def check_supported(name: str, value: object, prefix: str) -> None:
 
 def suggest(name: str, known: Collection[str]) -> str:
     """Return what to add to a message about an unknown field: ``"; did you mean ...?"``, why it is ignored, or ""."""
-    if why := WITHOUT_EFFECT.get(name):
+    if why := WITHOUT_EFFECT.get(name.removeprefix("options.")):
         return f"; {why}"
     return did_you_mean(name, [each for each in known if each not in UNSUPPORTED])

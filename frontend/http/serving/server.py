@@ -92,6 +92,7 @@ class ServerSettings:
         images: reads the images of messages; None: the model reads none.
         rows: reads prompts given as embeddings; None: they are refused.
         implementation: what computes the model (``ModelConfig.implementation``).
+        architecture: of the model (``ModelConfig.architecture``).
     """
 
     text_in: TextIn
@@ -124,6 +125,7 @@ class ServerSettings:
     images: ImageReader | None = None
     rows: RowsReader | None = None
     implementation: str = "native"
+    architecture: str = "QuireForCausalLM"
     version: str = __version__
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -14,7 +14,6 @@ from quire.frontend.http.serving.outbox import ChunkWriter
 SlowWork = Callable[[], Awaitable[None]]
 DONE = b"[DONE]"
 HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # nginx would otherwise buffer the stream
     (b"x-accel-buffering", b"no"),
@@ -35,11 +34,13 @@ class EventStyle:
         frame: the format of an event around its data.
         end: data of an additional last event, or None.
         error: returns the data of an event that ends the stream with an error.
+        media_type: of the whole stream.
     """
 
     frame: bytes = b"data: %b\n\n"
     end: bytes | None = DONE
     error: Callable[[ApiError], bytes] = ApiError.body
+    media_type: bytes = b"text/event-stream; charset=utf-8"
 
 
 DATA_EVENTS = EventStyle()
@@ -104,7 +105,8 @@ class EventStream:
     async def _send_part(self, body: bytes, *, last: bool) -> None:
         if not self.started:
             self.started = True
-            headers = [*HEADERS, (b"x-request-id", self._request_id.encode())]
+            own = (b"content-type", self._style.media_type), (b"x-request-id", self._request_id.encode())
+            headers = [*HEADERS, *own]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         elif self._writer is not None:
             self._writer.flush()

@@ -31,6 +31,7 @@ class FakeReader:
 
     def __init__(self) -> None:
         self.stored: weakref.WeakSet[StoredImage] = weakref.WeakSet()
+        self.places: list[str] = []
 
     async def read(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
         return self.read_now(sources)
@@ -41,6 +42,7 @@ class FakeReader:
         return made
 
     def _stored(self, source: ImageSource) -> StoredImage:
+        self.places.append(source.where)
         if source.url.startswith("http"):
             raise InvalidRequest(f"{source.where} must be a data URL", source.where)
         num_rows = 3 if source.url.endswith(",a") else 2
@@ -142,6 +144,21 @@ def test_all_apis_give_one_prompt(
     rows = [place for item in fake.items[-1] for start, count in item.ranges for place in range(start, start + count)]
     assert np.flatnonzero(prompt == words.token_to_id("<row>")).tolist() == rows
     assert words.token_to_id("<image>") not in prompt, "the user's text stays text"
+
+
+@pytest.mark.parametrize(
+    ("path", "where", "body"),
+    [
+        ("chat", "messages[0].images[1]", {"messages": [{"role": "user", "content": "see", "images": ["a", "b"]}]}),
+        ("generate", "images[1]", {"prompt": "see", "images": ["a", "b"]}),
+    ],
+)
+def test_images_of_ollama_come_before_the_text(
+    make: Any, fake: FakeEngine, reader: FakeReader, words: Tokenizer, path: str, where: str, body: Any
+) -> None:
+    assert make().post(f"/api/{path}", body).status_code == 200
+    assert text_of(fake, words) == f"<|im_start|>user\n{A}{B}see<|im_end|>\n<|im_start|>assistant\n"
+    assert reader.places == [where.replace("1", "0"), where]
 
 
 def test_counts_are_those_of_the_prompt(make: Any, fake: FakeEngine) -> None:

@@ -28,6 +28,7 @@ CLIENTS: dict[str, tuple[str, ...]] = {
     "openai_agents": ("openai-agents",),
     "llama_index": ("llama-index-core", "llama-index-llms-openai-like"),
     "huggingface_hub": ("huggingface_hub",),
+    "ollama": ("ollama",),
 }
 COLUMNS = ("second_turn", "tool_loop", "stream", "structured")
 
@@ -37,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("script")
     make_script_checkpoint(folder, scripts(), max_model_len=65536)
     thinking = ("--reasoning-parser", "markers", "--reasoning-start-str", "<think>", "--reasoning-end-str", "</think>")
-    served = Served(str(folder), "--served-model-name", "script", *thinking)
+    served = Served(str(folder), "--served-model-name", "script", "--pooling", "last", *thinking)
     yield served
     assert served.stop() == 0
     assert not any("Traceback" in line for line in served.log), "".join(served.log)
@@ -52,12 +53,13 @@ def test_python(server: Served, name: str) -> None:
     check(run_python(python, f"use_{name}.py", server.url))
 
 
-def test_node(server: Served) -> None:
+@pytest.mark.parametrize("package", ["openai", "ollama"])
+def test_node(server: Served, package: str) -> None:
     try:
-        folder = node_environment("openai_node", "openai")
+        folder = node_environment(f"{package}_node", package)
     except NotInstalled as error:
-        pytest.skip(f"openai for node is not available: {error}")
-    check(run_node(folder, "use_openai.mjs", server.url))
+        pytest.skip(f"{package} for node is not available: {error}")
+    check(run_node(folder, f"use_{package}.mjs", server.url))
 
 
 def check(report: Any) -> None:

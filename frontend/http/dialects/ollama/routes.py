@@ -1,0 +1,116 @@
+"""The routes of Ollama's API: their handlers, but for vectors, and what the server has in the form of that API."""
+
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from quire.frontend.http.dialects.ollama.answers import LINES, OllamaFormatter, answer_body
+from quire.frontend.http.dialects.ollama.body import ChatBody, GenerateBody, parse_body, served_name
+from quire.frontend.http.dialects.ollama.embeddings import embed
+from quire.frontend.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
+from quire.frontend.http.routes.generate import Generation, new_request_id
+from quire.frontend.http.routes.models import Card, cards, find_card
+from quire.frontend.http.schema.reading import read
+from quire.frontend.http.schema.schema import ChatRequest
+from quire.frontend.http.serving.body import json_response, read_json
+from quire.frontend.http.serving.server import Server
+from quire.frontend.text.prompts import encode_prompt
+
+API_VERSION = "0.32.15"
+"""The version of Ollama whose API this is. Clients require a least one."""
+NEVER = "9999-12-31T23:59:59Z"
+"""When the model is unloaded."""
+
+
+class ShowBody(msgspec.Struct, frozen=True, kw_only=True):
+    """``name``: what older clients send. The other fields have no effect here."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+async def version(server: Server, request: Request) -> Response:
+    return json_response({"version": API_VERSION})
+
+
+async def tags(server: Server, request: Request) -> Response:
+    return json_response({"models": [_entry(server, card) for card in await cards(server)]})
+
+
+async def running(server: Server, request: Request) -> Response:
+    loaded = {"expires_at": NEVER, "size_vram": 0, "context_length": server.engine.max_model_len}
+    return json_response({"models": [_entry(server, card) | loaded for card in await cards(server)]})
+
+
+async def show(server: Server, request: Request) -> Response:
+    body, _ = await read_json(request, server.texts, lambda raw: read(ShowBody, raw, besides=raw))
+    name = served_name(server.parser, body.model or body.name)
+    entry, template = _entry(server, await find_card(server, name)), server.text_in.template
+    family = entry["details"]["family"]
+    context = {f"{family}.context_length": server.engine.max_model_len}
+    info = {"general.architecture": family, "general.basename": name, **context}
+    return json_response({"template": "" if template is None else template.source, "model_info": info, **entry})
+
+
+def _entry(server: Server, card: Card) -> dict[str, Any]:
+    """Return what lists have of a model. No files are read for it: the size is 0, and ``digest`` is of the name."""
+    name, form, tasks = card["id"], server.settings.answer_format, server.capabilities.tasks
+    # As GGUF files name it: qwen3moe for Qwen3MoeForCausalLM.
+    family = server.settings.architecture.partition("For")[0].removesuffix("Model").lower()
+    details = {"parent_model": card.get("parent") or "", "format": "", "family": family, "families": [family]}
+    capabilities = {
+        "completion": "generate" in tasks,
+        "tools": form is not None and form.whole.has_calls,
+        "thinking": form is not None and form.has_thoughts,
+        "vision": server.parser.reads_images,
+        "embedding": "embed" in tasks,
+    }
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(card["created"], UTC),
+        "size": 0,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": details | {"parameter_size": "", "quantization_level": ""},
+        "capabilities": [each for each, has in capabilities.items() if has],
+    }
+
+
+async def _answer(kind: type[ChatBody | GenerateBody], server: Server, request: Request) -> ASGIApp:
+    began = time.monotonic_ns()
+    server.require_generation(request.scope["path"])
+    parsed, body = await read_json(request, server.texts, lambda raw: parse_body(kind, server.parser, raw))
+    asked = parsed.asked
+    if asked is None:
+        await server.check_model(parsed.served)
+        return Response(answer_body(parsed, {}, {"done": True, "done_reason": "load"}), media_type="application/json")
+    new_reader: Callable[[], AnswerReader] = PlainAnswer
+    if isinstance(asked, ChatRequest):
+        prompt, new_reader = await encode_conversation(server, asked, len(body))
+    else:
+        (text,) = asked.prompts
+        assert isinstance(text, str)  # as the field
+        prompt = await server.texts.run(len(body), lambda: encode_prompt(text, server.text_in, server.engine))
+    request_id = new_request_id(server, "ollama-", request)
+    formatter = OllamaFormatter(parsed, prompt, new_reader(), server.token_texts, request_id, began)
+    return Generation(server, asked, [prompt], formatter, LINES)
+
+
+ROUTES: tuple[tuple[str, str, Callable[[Server, Request], Awaitable[ASGIApp]]], ...] = (
+    ("POST", "/api/chat", partial(_answer, ChatBody)),
+    ("POST", "/api/generate", partial(_answer, GenerateBody)),
+    ("POST", "/api/embed", partial(embed, "input")),
+    ("POST", "/api/embeddings", partial(embed, "prompt")),
+    ("GET", "/api/tags", tags),
+    ("GET", "/api/ps", running),
+    ("POST", "/api/show", show),
+    ("GET", "/api/version", version),
+)
