@@ -3,9 +3,8 @@
 import re
 from typing import TYPE_CHECKING
 
-from quire.frontend.images.options import check_domains
 from quire.frontend.serve_options import ServeOptions
-from quire.protocol.errors import ConfigError
+from quire.protocol.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from ssl import SSLContext
@@ -15,12 +14,12 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@?#*]+", re.IGNORECASE)
 ROOT_PATH = re.compile(r"(/[\w.~-]+)+/?", re.ASCII)
 # A host name or an address, and a port.
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
+MEDIA_DOMAIN = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:\d{1,5})?")
 
 
 def check_network(options: ServeOptions) -> None:
     """Raise ConfigError for an unusable certificate, and an origin, host name or path that no request could have."""
     tls_context(options)
-    check_domains(options.allowed_media_domains or ())
     if options.root_path and not ROOT_PATH.fullmatch(options.root_path):
         raise ConfigError(f"--root-path must be a path such as /quire (got {options.root_path[:64]!r})")
     for origin in options.allowed_origins or ():
@@ -32,6 +31,10 @@ def check_network(options: ServeOptions) -> None:
         found = HOST.fullmatch(host.removeprefix("*."))
         if host != ANY and (found is None or found[1] != found[0]):
             raise ConfigError(f"--allowed-hosts must be host names without a port, *.NAME or * (got {host[:64]!r})")
+    for domain in options.allowed_media_domains or ():
+        if not MEDIA_DOMAIN.fullmatch(domain):
+            allowed = "host names in lower case, as NAME, *.NAME or NAME:PORT"
+            raise ConfigError(f"--allowed-media-domains must be {allowed} (got {printable(domain)})")
 
 
 def tls_context(options: ServeOptions) -> "SSLContext | None":

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-import msgspec
-
 from quire.frontend.images.options import ImageOptions
 from quire.protocol.process.log import LogOptions
 from quire.protocol.settings import ADAPTERS, Setting
@@ -11,10 +9,9 @@ from quire.protocol.settings import ADAPTERS, Setting
 SERVER = "Server"
 LOGS = "Logs and metrics"
 SCALE = "Engines and nodes"
-IMAGES = "Images"
 
 
-class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ServeOptions(ImageOptions, frozen=True, kw_only=True):
     """Settings of the server as a user gives them."""
 
     host: Annotated[str, Setting(SERVER, "address to listen on", metavar="HOST")] = "127.0.0.1"
@@ -247,48 +244,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             default="none",
         ),
     ] = ""
-    allowed_media_domains: Annotated[
-        list[str] | None,
-        Setting(
-            IMAGES,
-            "hosts from which images are fetched that requests name by http(s) URLs: NAME, `*.NAME` for all names "
-            "below it, or NAME:PORT. Only public addresses are connected to, also after redirects, and no proxy is "
-            "used. Without it only `data:` URLs are read: [images](images.md)",
-            metavar="DOMAIN",
-            default="none",
-        ),
-    ] = None
-    max_images_per_prompt: Annotated[
-        int, Setting(IMAGES, "most images of one prompt, with those of earlier turns", range=(1, 2**16))
-    ] = ImageOptions().max_images
-    max_image_bytes: Annotated[
-        int, Setting(IMAGES, "largest file of an image, also of one that is fetched", range=(1, 2**30), unit="bytes")
-    ] = ImageOptions().max_bytes
-    max_image_pixels: Annotated[
-        int,
-        Setting(IMAGES, "most pixels of an image. It is checked before the image is decoded", range=(1, 2**28)),
-    ] = ImageOptions().max_pixels
-    image_processes: Annotated[
-        int,
-        Setting(
-            IMAGES,
-            "number of processes of each front end that decode images and run the checkpoint's processor, at the "
-            "lowest priority. They are started as they are needed, and need about 400 MB each; 0: one per core, at "
-            "most 4",
-            range=(0, 64),
-        ),
-    ] = ImageOptions().num_helpers
-    image_memory_bytes: Annotated[
-        int,
-        Setting(
-            IMAGES,
-            "shared memory of each front end for processed images and given embeddings of open requests, sessions and "
-            "stored responses; when it is full, requests with new ones get 503. A quarter of it keeps images for "
-            "later requests. /dev/shm is used if it has as much room, else the folder of temporary files",
-            range=(2**20, 2**50),
-            unit="bytes",
-        ),
-    ] = ImageOptions().memory_bytes
     tool_call_parser: Annotated[
         Literal[
             "auto",
@@ -366,17 +321,6 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
             metavar="COST",
         ),
     ] = None
-
-    @property
-    def images(self) -> ImageOptions:
-        return ImageOptions(
-            max_images=self.max_images_per_prompt,
-            max_bytes=self.max_image_bytes,
-            max_pixels=self.max_image_pixels,
-            domains=tuple(self.allowed_media_domains or ()),
-            num_helpers=self.image_processes,
-            memory_bytes=self.image_memory_bytes,
-        )
 
     @property
     def logs(self) -> LogOptions:

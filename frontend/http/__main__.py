@@ -92,7 +92,7 @@ class FrontEnd:
         text_in = TextIn.load(Path(config.model_path), config.chat_template) if config.model_path else TextIn()
         thinking = Thinking.of(config, text_in)
         form = answer_format(thinking, self._settings, text_in)
-        readers = make_readers(config, self._settings.images, text_in.read_images)
+        readers = make_readers(config, self._settings, text_in.read_images)
         server = self._make_server(text_in, thinking, form, readers)
         self._listening = await self._peers.listen(self._for_peers)
         self._take_commands()

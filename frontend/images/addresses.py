@@ -3,7 +3,6 @@
 import ipaddress
 import socket
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from quire.frontend.images.refused import Refused
 
@@ -13,27 +12,20 @@ _OF_CLOUDS = [ipaddress.IPv4Network(network) for network in ("168.63.129.16/32",
 """Addresses that look public, at which machines of Azure and Oracle's cloud reach the services for themselves."""
 
 
-class Address(NamedTuple):
-    """An address to connect to: its family, and the tuple that a socket of this family connects to."""
-
-    family: int
-    place: tuple[Any, ...]
+Resolve = Callable[[str, int], list[tuple[str, int]]]
+"""Returns the addresses of a host that may be connected to, at least one, with the port. Raises Refused."""
 
 
-Resolve = Callable[[str, int], list[Address]]
-"""Returns the addresses of a host that may be connected to, at least one. Raises Refused."""
-
-
-def resolve_public(host: str, port: int) -> list[Address]:
+def resolve_public(host: str, port: int) -> list[tuple[str, int]]:
     """Return the addresses of a host by one look-up. All must be public: a name with both kinds is an attack."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = [str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except (OSError, ValueError):  # ValueError: a label that is too long
         found = []
-    if not found or not all(is_public(str(place[0])) for *_, place in found):
+    if not found or not all(map(is_public, found)):
         # One text for both, so that it does not tell which names exist in this network.
         raise Refused("names a host without a public address")
-    return [Address(family, place) for family, *_, place in found]
+    return [(address, port) for address in found]
 
 
 def is_public(text: str) -> bool:

@@ -4,7 +4,6 @@ A name is resolved once and the connection goes to the address that was checked,
 server cannot lead elsewhere. Proxies of the environment are not used: they would resolve again.
 """
 
-import http.client
 import re
 import socket
 import ssl
@@ -12,10 +11,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import NamedTuple
 from urllib.parse import quote, urljoin
 
-from quire.frontend.images.addresses import Address, Resolve, resolve_public
+from quire.frontend.images.addresses import Resolve, resolve_public
 from quire.frontend.images.refused import Refused
 from quire.protocol.errors import printable
 
@@ -30,9 +30,11 @@ _ASCII = "".join(map(chr, range(0x21, 0x7F)))
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = {301, 302, 303, 307, 308}
 _FAILED = "could not be fetched"
+_HEADERS = {"Accept": "image/*", "User-Agent": "quire", "Connection": "close"}
 
 
 class Target(NamedTuple):
+    url: str
     scheme: str
     host: str
     port: int
@@ -66,11 +68,10 @@ class Fetcher:
         deadline = time.monotonic() + self._seconds
         target = self._checked(url)
         for _ in range(MAX_REDIRECTS + 1):
-            body, location = self._get(target, deadline)
-            if location is None:
-                return body
-            url, before = _joined(url, location), target
-            target = self._checked(url, "redirects to a URL that ")
+            found, before = self._get(target, deadline), target
+            if isinstance(found, bytes):
+                return found
+            target = self._checked(found, "redirects to a URL that ")
             if before.scheme == "https" != target.scheme:
                 raise Refused("redirects from https to http")
         raise Refused(f"has more than {MAX_REDIRECTS} redirects")
@@ -86,73 +87,57 @@ class Fetcher:
             shown = "" if prefix else f" (got {printable(host)}{f':{port}' if found[3] else ''})"
             raise Refused(f"{prefix}must name a host that --allowed-media-domains allows{shown}")
         path = found[4] if found[4].startswith("/") else f"/{found[4]}"
-        return Target(scheme, host, port, quote(path, safe=_ASCII))
+        return Target(url, scheme, host, port, quote(path, safe=_ASCII))
 
-    def _get(self, target: Target, deadline: float) -> tuple[bytes, str | None]:
-        """Return the body of an answer, or where it redirects to."""
+    def _get(self, target: Target, deadline: float) -> bytes | str:
+        """Return the body of an answer, or the URL that it redirects to."""
+        is_tls, place = target.scheme == "https", (target.host, target.port)
+        connection = HTTPSConnection(*place, context=self._tls) if is_tls else HTTPConnection(*place)
         try:
             with closing(self._connect(target, deadline)) as connected:
                 # Not by a timeout of the socket, which begins anew with each byte.
                 end = threading.Timer(deadline - time.monotonic(), _cut, (connected,))
                 end.daemon = True
                 end.start()
+                connection.sock = connected
                 try:
-                    answer = self._exchange(target, connected)
+                    answer = self._exchange(target, connection)
                 finally:
                     end.cancel()
             if time.monotonic() >= deadline:  # an answer without a length just ends when it is cut
                 raise TimeoutError
             return answer
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, HTTPException, ValueError) as error:
             if time.monotonic() >= deadline:
                 raise Refused(f"{_FAILED} within {self._seconds:g} s") from None
             why = ": the certificate is not valid" if isinstance(error, ssl.SSLCertVerificationError) else ""
             raise Refused(f"{_FAILED}{why}") from None
 
     def _connect(self, target: Target, deadline: float) -> socket.socket:
-        failure: OSError = TimeoutError()
-        for address in self._resolve(target.host, target.port):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            try:
-                return self._connect_to(address, target, left)
-            except OSError as error:
-                failure = error
-        raise failure
+        for place in self._resolve(target.host, target.port):
+            with suppress(OSError):
+                plain = socket.create_connection(place, max(0.0, deadline - time.monotonic()))
+                if target.scheme == "http":
+                    return plain
+                return self._tls.wrap_socket(plain, server_hostname=target.host, do_handshake_on_connect=False)
+        raise OSError
 
-    def _connect_to(self, address: Address, target: Target, seconds: float) -> socket.socket:
-        plain = socket.socket(address.family, socket.SOCK_STREAM)
-        try:
-            plain.settimeout(seconds)
-            plain.connect(address.place)
-            if target.scheme == "http":
-                return plain
-            return self._tls.wrap_socket(plain, server_hostname=target.host, do_handshake_on_connect=False)
-        except BaseException:
-            plain.close()
-            raise
-
-    def _exchange(self, target: Target, connected: socket.socket) -> tuple[bytes, str | None]:
-        if isinstance(connected, ssl.SSLSocket):
-            connected.do_handshake()
-        connection = http.client.HTTPConnection(target.host, target.port)
-        connection.sock = connected
-        host = target.host if target.port == _PORTS[target.scheme] else f"{target.host}:{target.port}"
-        headers = {"Host": host, "Accept": "image/*", "User-Agent": "quire", "Connection": "close"}
-        connection.request("GET", target.path, headers=headers)
+    def _exchange(self, target: Target, connection: HTTPConnection) -> bytes | str:
+        if isinstance(connection.sock, ssl.SSLSocket):
+            connection.sock.do_handshake()
+        connection.request("GET", target.path, headers=_HEADERS)
         with closing(connection.getresponse()) as response:
             location = response.getheader("location")
             if response.status in _REDIRECTS and location is not None:
-                return b"", location
+                return urljoin(target.url, location)
             if response.status != 200:
                 raise Refused(f"{_FAILED}: its host answered with status {response.status}")
             body = response.read(self._max_bytes + 1)
             if len(body) > self._max_bytes:
                 raise Refused(f"must be a file of at most {self._max_bytes} bytes")
             if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            return body, None
+                raise IncompleteRead(b"", response.length)
+            return body
 
 
 def _matches(domain: str, scheme: str, host: str, port: int) -> bool:
@@ -166,10 +151,3 @@ def _cut(connected: socket.socket) -> None:
     """End a connection that another thread is using: not by the method of a TLS socket, which also drops its state."""
     with suppress(OSError):
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
-
-
-def _joined(url: str, location: str) -> str:
-    try:
-        return urljoin(url, location)
-    except ValueError:
-        return ""

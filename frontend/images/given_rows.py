@@ -15,16 +15,13 @@ from quire.frontend.images.source import StoredRows
 from quire.frontend.images.store import ItemStore, remove_file
 from quire.protocol.errors import printable
 
-_EXPONENTS: dict[str, tuple[np.dtype[Any], int]] = {
-    "float32": (np.dtype("<u4"), 0x7F800000),
-    "bfloat16": (np.dtype("<u2"), 0x7F80),
-    "float16": (np.dtype("<u2"), 0x7C00),
+_DTYPES: dict[str, tuple[str, np.dtype[Any], int]] = {
+    "float32": ("F32", np.dtype("<u4"), 0x7F800000),
+    "bfloat16": ("BF16", np.dtype("<u2"), 0x7F80),
+    "float16": ("F16", np.dtype("<u2"), 0x7C00),
 }
-"""Of each dtype: an integer of its size, and its exponent's bits, which are all set in infinities and NaN."""
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Of each dtype in safetensors files."""
-_PICKLED = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""How files of torch.save and pickle begin."""
+"""Of each dtype: its name in safetensors files, an integer of its size, and its exponent's bits, which are all set in
+infinities and NaN."""
 MAX_HEADER_BYTES = 4096
 """Of a safetensors file, in addition to the largest tensor."""
 
@@ -66,16 +63,16 @@ class RowsReader:
 
     def keep(self, where: str, rows: "np.ndarray[Any, Any]") -> StoredRows:
         """Return embeddings that a program gives as an array of float32 or float16. Raises InvalidRequest."""
-        data = np.ascontiguousarray(rows, rows.dtype.newbyteorder("<")).tobytes()
         try:
+            data = rows.astype(rows.dtype.newbyteorder("<")).tobytes()
             return self._store_rows(rows.dtype.name, list(rows.shape), data)
         except Refused as refused:
             raise refused.about(where) from None
 
     def _store_rows(self, dtype: Any, shape: Any, data: bytes) -> StoredRows:
-        if not isinstance(dtype, str) or dtype not in _EXPONENTS:
-            raise Refused(f"must have the dtype {' or '.join(_EXPONENTS)} (got {printable(dtype)})")
-        integer, exponent = _EXPONENTS[dtype]
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise Refused(f"must have the dtype {' or '.join(_DTYPES)} (got {printable(dtype)})")
+        name, integer, exponent = _DTYPES[dtype]
         are_sizes = isinstance(shape, list) and len(shape) == 2 and all(type(size) is int for size in shape)
         if not are_sizes or shape[1] != self._hidden_size or not 1 <= shape[0] <= self._max_rows:
             allowed = f"[n, {self._hidden_size}] with n from 1 to {self._max_rows}"
@@ -84,10 +81,9 @@ class RowsReader:
             raise Refused(f"must have {size} bytes of data for its shape (got {len(data)})")
         if ((np.frombuffer(data, integer) & exponent) == exponent).any():
             raise Refused("must have finite values (got an infinity or NaN)")
-        header = {"rows": {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [0, len(data)]}}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        content = len(text).to_bytes(8, "little") + text + data
+        header = json.dumps({"rows": {"dtype": name, "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+        header += b" " * (-len(header) % 8)
+        content = len(header).to_bytes(8, "little") + header + data
         digest = hashlib.sha256(f"rows {dtype} {shape}\0".encode() + data).digest()
         path = self._store.new_path()
         try:
@@ -100,14 +96,13 @@ class RowsReader:
 
 def _of_file(data: bytes) -> tuple[str, list[int], bytes]:
     """Return dtype, shape and bytes of the only tensor in a safetensors file."""
-    if data.startswith(_PICKLED):
-        raise Refused("must be a safetensors file (got a pickled one): safetensors.torch.save({'rows': tensor})")
     try:
         tensors: Any = deserialize(data)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError):
-        raise Refused("must be a safetensors file") from None
+        text = "must be a safetensors file, not a pickled one: safetensors.torch.save({'rows': tensor})"
+        raise Refused(text) from None
     if len(tensors) != 1:
         raise Refused(f"must be a safetensors file with one tensor (got {len(tensors)})")
     tensor = tensors[0][1]
-    dtype = next((dtype for dtype, name in _NAMES.items() if name == tensor["dtype"]), tensor["dtype"])
+    dtype = next((dtype for dtype, (name, *_) in _DTYPES.items() if name == tensor["dtype"]), tensor["dtype"])
     return dtype, tensor["shape"], bytes(tensor["data"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.frontend.images.refused import Refused
+from quire.frontend.images.source import StoredImage
 from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
 from quire.version import install_command
 
@@ -47,18 +48,10 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
 
 
-class Prepared(msgspec.Struct, array_like=True, frozen=True):
-    """The answer: see ``StoredImage``; or ``refusal``."""
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """The answer in place of an image: see ``Refused``."""
 
-    digest: bytes = b""
-    placeholder: str = ""
-    expansion: str = ""
-    num_rows: int = 0
-    grid: tuple[int, ...] = ()
-    width: int = 0
-    height: int = 0
-    num_bytes: int = 0
-    refusal: str = ""
+    text: str
     is_busy: bool = False
 
 
@@ -69,7 +62,7 @@ class ImageHelper:
         self._helper = Helper(module, msgspec.msgpack.encode(hello), START_SECONDS)
         self._cpu_seconds = cpu_seconds
         self._problem = ""
-        self._is_killed = False
+        self.kill, self.close = self._helper.kill, self._helper.close
 
     def start(self) -> None:
         """Start the process if it is not running.
@@ -78,15 +71,11 @@ class ImageHelper:
             Refused: images of this checkpoint cannot be read here.
             HelperDied: it ended.
         """
-        if not self._is_killed:
-            self._problem = self._problem or self._helper.start().decode()
-        if self._is_killed:  # perhaps before there was a process to kill
-            self._helper.close()
-            raise Refused(BUSY, is_busy=True)
+        self._problem = self._problem or self._helper.start().decode()
         if self._problem:  # then it ended, and would end again
             raise Refused(self._problem)
 
-    def prepare(self, data: bytes, path: str) -> Prepared:
+    def prepare(self, data: bytes, path: str) -> StoredImage:
         """Write the tensors of an image to a file and return the rest.
 
         Raises:
@@ -97,28 +86,17 @@ class ImageHelper:
             try:
                 self.start()
                 answer = self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
+                break
             except HelperDied as died:
                 # It crashed, or was killed or stopped, perhaps not because of this image: retry once.
                 if died.was_starved or (died.was_killed and is_last):
                     raise Refused(BUSY, is_busy=True) from None
                 if died.took_too_long or is_last:
                     raise Refused(TOO_SLOW if died.took_too_long else TOO_LARGE) from None
-                continue
-            prepared = msgspec.msgpack.decode(answer, type=Prepared)
-            if prepared.refusal:
-                raise Refused(prepared.refusal, is_busy=prepared.is_busy)
-            return prepared
-        raise AssertionError
-
-    def kill(self) -> None:
-        """End the process for good, from any thread. The one that uses it gets Refused."""
-        self._is_killed = True
-        self._helper.kill()
-
-    def close(self) -> None:
-        """Do the same, and release what it has, while no thread uses it."""
-        self._is_killed = True
-        self._helper.close()
+        found = msgspec.msgpack.decode(answer, type=StoredImage | Failure)
+        if isinstance(found, Failure):
+            raise Refused(found.text, is_busy=found.is_busy)
+        return found
 
 
 # ---- inside the helper process
@@ -142,27 +120,22 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
     except Unusable as error:
         return f"cannot be read: {error}".encode(), None
     os.nice(NICENESS)  # after the imports, for which a server that starts waits
-
     return b"", lambda question: answer(processor, question, given.max_pixels)
 
 
 def answer(processor: "Processor", question: bytes, max_pixels: int) -> bytes:
-    """Return the encoded Prepared for an encoded Question."""
-    return msgspec.msgpack.encode(_prepared(processor, msgspec.msgpack.decode(question, type=Question), max_pixels))
-
-
-def _prepared(processor: "Processor", asked: Question, max_pixels: int) -> Prepared:
+    """Return the encoded StoredImage or Failure for an encoded Question."""
+    asked = msgspec.msgpack.decode(question, type=Question)
+    found: StoredImage | Failure
     try:
-        made = processor.prepare(asked.data, max_pixels)
-        Path(asked.path).write_bytes(made.content)
+        found = processor.prepare(asked.data, max_pixels, asked.path)
     except Refused as refused:
-        return Prepared(refusal=refused.text)
+        found = Failure(refused.text)
     except MemoryError:
-        return Prepared(refusal=TOO_LARGE)
+        found = Failure(TOO_LARGE)
     except OSError:  # no room for the file
-        return Prepared(refusal=BUSY, is_busy=True)
-    texts = (processor.placeholder, made.expansion)
-    return Prepared(made.digest, *texts, made.num_rows, made.grid, *made.image.size, len(made.content))
+        found = Failure(BUSY, is_busy=True)
+    return msgspec.msgpack.encode(found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from quire.frontend.images.given_rows import RowsReader
 from quire.frontend.images.options import ImageOptions
-from quire.frontend.images.reader import HelperReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.store import ItemStore
 from quire.protocol.config import EngineConfig
 
@@ -13,7 +13,7 @@ from quire.protocol.config import EngineConfig
 class ItemReaders(NamedTuple):
     """``images``, ``rows``: None if the model reads none. ``store``: of both."""
 
-    images: HelperReader | None = None
+    images: ImageReader | None = None
     rows: RowsReader | None = None
     store: ItemStore | None = None
 
@@ -33,10 +33,10 @@ def make_readers(config: EngineConfig, options: ImageOptions, expect_images: Cal
     model, kinds = config.model, config.item_kinds
     if not kinds:
         return ItemReaders()
-    store = ItemStore(options.memory_bytes)
+    store = ItemStore(options.image_memory_bytes)
     images = None
     if model.vision is not None and "image" in kinds:
         expect_images(model.vision.token_id)
-        images = HelperReader(config.model_path, model.vision.token_id, options, store)
+        images = ImageReader(config.model_path, model.vision.token_id, options, store)
     rows = RowsReader(model.hidden_size, config.max_model_len, store) if "rows" in kinds else None
     return ItemReaders(images, rows, store)

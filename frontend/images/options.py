@@ -1,42 +1,61 @@
-"""Limits on the images of requests, and what reads them."""
+"""The settings of images: limits, where they may come from, and what reads them."""
 
-import os
-import re
-from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
-from quire.protocol.errors import ConfigError, printable
+from quire.protocol.process.host_limits import usable_cores
+from quire.protocol.settings import Setting
 
-_DOMAIN = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:\d{1,5})?")
+IMAGES = "Images"
 
 
 class ImageOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    max_images: most images of one prompt.
-    max_bytes: largest file.
-    max_pixels: most pixels of an image, which are known before it is decoded.
-    domains: hosts that images are fetched from: ``name``, ``*.name``, with ``:port`` unless that is the scheme's.
-    num_helpers: processes that decode and process; 0: one per core, at most 4.
-    memory_bytes: shared memory for images of requests and those kept for later ones. New images are refused when it
-        is full.
-    """
+    """Settings of images as a user gives them."""
 
-    max_images: int = 64
-    max_bytes: int = 20 * 2**20
-    max_pixels: int = 50_000_000
-    domains: tuple[str, ...] = ()
-    num_helpers: int = 0
-    memory_bytes: int = 4 * 2**30
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        Setting(
+            IMAGES,
+            "hosts from which images are fetched that requests name by http(s) URLs: NAME, `*.NAME` for all names "
+            "below it, or NAME:PORT. Only public addresses are connected to, also after redirects, and no proxy is "
+            "used. Without it only `data:` URLs are read: [images](images.md)",
+            metavar="DOMAIN",
+            default="none",
+        ),
+    ] = None
+    max_images_per_prompt: Annotated[
+        int, Setting(IMAGES, "most images of one prompt, with those of earlier turns", range=(1, 2**16))
+    ] = 64
+    max_image_bytes: Annotated[
+        int, Setting(IMAGES, "largest file of an image, also of one that is fetched", range=(1, 2**30), unit="bytes")
+    ] = 20 * 2**20
+    max_image_pixels: Annotated[
+        int,
+        Setting(IMAGES, "most pixels of an image. It is checked before the image is decoded", range=(1, 2**28)),
+    ] = 50_000_000
+    image_processes: Annotated[
+        int,
+        Setting(
+            IMAGES,
+            "number of processes of each front end that decode images and run the checkpoint's processor, at the "
+            "lowest priority. They are started as they are needed, and need about 400 MB each; 0: one per core, at "
+            "most 4",
+            range=(0, 64),
+        ),
+    ] = 0
+    image_memory_bytes: Annotated[
+        int,
+        Setting(
+            IMAGES,
+            "shared memory of each front end for processed images and given embeddings of open requests, sessions and "
+            "stored responses; when it is full, requests with new ones get 503. A quarter of it keeps images for "
+            "later requests. /dev/shm is used if it has as much room, else the folder of temporary files",
+            range=(2**20, 2**50),
+            unit="bytes",
+        ),
+    ] = 4 * 2**30
 
     @property
-    def helpers(self) -> int:
-        return self.num_helpers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
-
-
-def check_domains(domains: Iterable[str]) -> None:
-    """Raise ConfigError for a domain that no URL could have."""
-    for domain in domains:
-        if not _DOMAIN.fullmatch(domain):
-            allowed = "host names in lower case, as NAME, *.NAME or NAME:PORT"
-            raise ConfigError(f"--allowed-media-domains must be {allowed} (got {printable(domain)})")
+    def num_helpers(self) -> int:
+        return self.image_processes or min(4, usable_cores())

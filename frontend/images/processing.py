@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import transformers
@@ -21,6 +21,7 @@ from transformers.models.auto import processing_auto
 
 from quire.frontend.images.decode import decode
 from quire.frontend.images.refused import Refused
+from quire.frontend.images.source import StoredImage
 
 TRIAL_SIZE = (224, 224)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -29,17 +30,6 @@ _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"
 
 class Unusable(Exception):
     """The checkpoint's processor cannot be used. The text is one line, for the server's log."""
-
-
-class Processed(NamedTuple):
-    """An image and what becomes of it. ``content``: of the safetensors file; for the rest see ``StoredImage``."""
-
-    image: Image.Image
-    digest: bytes
-    content: bytes
-    expansion: str
-    num_rows: int
-    grid: tuple[int, ...]
 
 
 class Processor:
@@ -52,50 +42,58 @@ class Processor:
         self._token_id = token_id
         try:
             self._processor = _load(folder)
-            self.placeholder = str(self._processor.image_token)
+            self._placeholder = str(self._processor.image_token)
             settings = json.dumps(self._processor.to_dict(), sort_keys=True, default=str)
             self._settings = hashlib.sha256(f"{transformers.__version__}\0{settings}".encode()).digest()
             # A trial: what the library imports at first use, each child of the helper would import again.
-            self._process(Image.new("RGB", TRIAL_SIZE))
+            self._process(Image.new("RGB", TRIAL_SIZE), "")
         except Unusable:
             raise
         except Exception as error:  # files of a checkpoint may make the library raise anything
             text = f"{type(error).__name__} in transformers {transformers.__version__}"
             raise Unusable(f"the checkpoint's processor cannot be used ({text})") from None
 
-    def prepare(self, data: bytes, max_pixels: int) -> Processed:
-        """Decode and process the file of an image.
+    def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredImage:
+        """Decode and process the file of an image, and write its tensors to ``path``.
 
         Raises:
             Refused: it cannot be decoded, or the processor does not take an image of its size or shape.
             MemoryError: it needs more than this process may have.
+            OSError: there is no room for the file.
         """
         image = decode(data, max_pixels)
         try:
-            return self._process(image)
+            made, content = self._process(image, path)
         except MemoryError:
             raise
         except Exception:
             size = f"{image.width} x {image.height} pixels"
             raise Refused(f"must be an image that the model's processor takes (got {size})") from None
+        Path(path).write_bytes(content)
+        return made
 
-    def _process(self, image: Image.Image) -> Processed:
+    def _process(self, image: Image.Image, path: str) -> tuple[StoredImage, bytes]:
+        """Return an image that will be stored at ``path``, and the content of its file."""
         options = {"return_tensors": "np", "return_text_replacement_offsets": True}
-        made = self._processor(images=[image], text=[self.placeholder], **options)
-        expansion = made["text_replacement_offsets"][0][0]["replacement"]
+        made = self._processor(images=[image], text=[self._placeholder], **options)
         num_rows = int((np.asarray(made["input_ids"]) == self._token_id).sum())
         tensors = {name: np.asarray(value) for name, value in made.items() if name not in _OF_TEXT}
         if not num_rows or any(tensor.dtype.kind not in "fiub" for tensor in tensors.values()):
             raise ValueError("no rows, or no tensors")
-        grid = tuple(tensors["image_grid_thw"][0].tolist()) if "image_grid_thw" in tensors else ()
-        return Processed(image, self._digest(image), save(tensors), expansion, num_rows, grid)
-
-    def _digest(self, image: Image.Image) -> bytes:
-        """Return the identity of an image's rows: pixels, size, mode, processor and settings."""
-        found = hashlib.sha256(self._settings)
-        found.update(f"{image.width}x{image.height} {image.mode}\0".encode())
-        found.update(image.tobytes())
-        return found.digest()
+        content = save(tensors)
+        look = f"{image.width}x{image.height} {image.mode}\0".encode()
+        stored = StoredImage(
+            digest=hashlib.sha256(self._settings + look + image.tobytes()).digest(),
+            path=path,
+            placeholder=self._placeholder,
+            expansion=made["text_replacement_offsets"][0][0]["replacement"],
+            num_rows=num_rows,
+            grid=tuple(tensors["image_grid_thw"][0].tolist()) if "image_grid_thw" in tensors else (),
+            width=image.width,
+            height=image.height,
+            num_bytes=len(content),
+        )
+        return stored, content
 
 
 def _load(folder: Path) -> Any:

@@ -4,10 +4,9 @@ import asyncio
 import hashlib
 import queue
 import re
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 
 from quire.frontend.images.base64_text import decode_base64
 from quire.frontend.images.fetch import Fetcher
@@ -28,8 +27,8 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64", re.IG
 log = event_logger("images")
 
 
-class HelperReader:
-    """Reads images for one model (an ``ImageReader``). Owns the helpers, which are started as they are needed."""
+class ImageReader:
+    """Reads the images of requests for one model. Thread-safe. Owns the helpers, which start as they are needed."""
 
     def __init__(
         self, model_path: str, token_id: int, options: ImageOptions, store: ItemStore, module: str = MODULE
@@ -41,35 +40,32 @@ class HelperReader:
         """
         self._options = options
         self._store = store
-        hello = Hello(model_path, token_id, options.max_pixels)
-        self._helpers = [ImageHelper(hello, module) for _ in range(options.helpers)]
+        hello = Hello(model_path, token_id, options.max_image_pixels)
         self._idle: queue.LifoQueue[ImageHelper] = queue.LifoQueue()  # so that a light load uses few of them
+        self._helpers = [ImageHelper(hello, module) for _ in range(options.num_helpers)]
         for helper in self._helpers:
             self._idle.put(helper)
+        domains = options.allowed_media_domains
+        self._fetcher = Fetcher(domains, options.max_image_bytes) if domains else None
+        self._threads = ThreadPoolExecutor(2 * len(self._helpers), "images")
         # Fetches have threads of their own: slow hosts do not delay images that are here.
-        domains = options.domains
-        self._fetcher = Fetcher(domains, options.max_bytes) if domains else None
-        self._threads = ThreadPoolExecutor(2 * options.helpers, "images")
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, "fetched images")
-        self._lock = threading.Lock()
+        self._waiting: set[Future[StoredImage]] = set()
         self._reading: dict[bytes, Future[StoredImage]] = {}
-        self._num_waiting = 0
 
     async def read(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
-        futures = self._submit(sources)
-        try:
+        """Return the images in order. They are fetched, decoded and processed beside the event loop.
+
+        Raises:
+            InvalidRequest: one cannot be used, or the server is too busy (code ``queue_full``). It names the field.
+        """
+        with self._submitted(sources) as futures:
             return [await asyncio.wrap_future(future) for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
 
     def read_now(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
-        futures = self._submit(sources)
-        try:
+        """Do the same, but block this thread."""
+        with self._submitted(sources) as futures:
             return [future.result() for future in futures]
-        finally:
-            for future in futures:
-                future.cancel()
 
     def prepare(self) -> None:
         """Start a helper, so that the first image does not wait for it. Log why images cannot be read, if so."""
@@ -84,39 +80,37 @@ class HelperReader:
             self._idle.put(helper)
 
     def close(self) -> None:
+        """End the helpers. Images that wait are refused; stored ones stay."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._fetches.shutdown(wait=False, cancel_futures=True)
         for helper in self._helpers:
             helper.kill()
-        idle = []
-        with suppress(queue.Empty):
-            while True:
-                idle.append(self._idle.get_nowait())
+        idle = [self._idle.get() for _ in self._helpers]  # their threads notice, and give them back
         for helper in idle:
             helper.close()
-            self._idle.put(helper)  # a thread that comes late gets Refused of it
+            self._idle.put(helper)  # for a thread that comes late, such as one that fetches
 
-    def _submit(self, sources: Sequence[ImageSource]) -> list[Future[StoredImage]]:
-        most = self._options.max_images
+    @contextmanager
+    def _submitted(self, sources: Sequence[ImageSource]) -> Iterator[list[Future[StoredImage]]]:
+        most = self._options.max_images_per_prompt
         if len(sources) > most:
             text = f"a prompt may have at most {counted(most, 'image')} (got {len(sources)}): --max-images-per-prompt"
             raise InvalidRequest(text, sources[most].where)
-        with self._lock:
-            if sources and self._num_waiting + len(sources) > max(MAX_WAITING, len(sources)):
-                text = "too many images are waiting to be read: retry later"
-                raise InvalidRequest(text, sources[0].where, "queue_full")
-            self._num_waiting += len(sources)
+        if sources and len(self._waiting) + len(sources) > max(MAX_WAITING, len(sources)):
+            text = "too many images are waiting to be read: retry later"
+            raise InvalidRequest(text, sources[0].where, "queue_full")
         futures = []
         for source in sources:
             is_remote = source.data is None and source.url[:4].lower() == "http"
             future = (self._fetches if is_remote else self._threads).submit(self._read, source)
-            future.add_done_callback(self._note_done)
+            self._waiting.add(future)
+            future.add_done_callback(self._waiting.discard)
             futures.append(future)
-        return futures
-
-    def _note_done(self, future: Future[StoredImage]) -> None:
-        with self._lock:
-            self._num_waiting -= 1
+        try:
+            yield futures
+        finally:
+            for future in futures:
+                future.cancel()
 
     def _read(self, source: ImageSource) -> StoredImage:
         try:
@@ -126,11 +120,14 @@ class HelperReader:
 
     def _content(self, source: ImageSource) -> bytes:
         """Return the bytes of an image's file."""
-        most = self._options.max_bytes
+        most = self._options.max_image_bytes
         if source.data is not None:
             content = source.data
         elif source.url[:5].lower() == "data:":
-            content = _decoded(source.url, most)
+            head, _, body = source.url.partition(",")
+            if not _DATA_URL.fullmatch(head):
+                raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
+            content = decode_base64(body, most)
         elif self._fetcher is not None:
             content = self._fetcher.fetch(source.url)
         else:
@@ -141,40 +138,24 @@ class HelperReader:
 
     def _stored(self, data: bytes) -> StoredImage:
         """Return the stored image of a file, after at most one run of the processor for all that ask at a time."""
-        content = hashlib.sha256(data).digest()
-        with self._lock:
-            reading = self._reading.get(content)
-            if reading is None:
-                own = self._reading[content] = Future()
-        if reading is not None:
-            return reading.result()
-        try:
-            own.set_result(self._store.known(content) or self._prepared(content, data))
-        except BaseException as error:
-            own.set_exception(error)
-        finally:
-            with self._lock:
+        content, own = hashlib.sha256(data).digest(), Future[StoredImage]()
+        reading = self._reading.setdefault(content, own)  # atomic
+        if reading is own:
+            try:
+                own.set_result(self._store.known(content) or self._prepared(content, data))
+            except BaseException as error:
+                own.set_exception(error)
+            finally:
                 del self._reading[content]
-        return own.result()
+        return reading.result()
 
     def _prepared(self, content: bytes, data: bytes) -> StoredImage:
         path = self._store.new_path()
         helper = self._idle.get()
         try:
-            made = helper.prepare(data, path)
+            return self._store.add_image(content, helper.prepare(data, path))
         except BaseException:
             remove_file(path)
             raise
         finally:
             self._idle.put(helper)
-        sizes = (made.width, made.height, made.num_bytes)
-        stored = StoredImage(made.digest, path, made.expansion, made.num_rows, made.grid, *sizes, made.placeholder)
-        return self._store.add_image(content, stored)
-
-
-def _decoded(url: str, most: int) -> bytes:
-    """Return the content of a data URL with at most ``most`` bytes."""
-    head, _, body = url.partition(",")
-    if not _DATA_URL.fullmatch(head):
-        raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
-    return decode_base64(body, most)

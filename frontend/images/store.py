@@ -120,21 +120,15 @@ def _place(max_bytes: int) -> Path:
 def _make_folder(parent: Path) -> tuple[Path, int]:
     """Remove the folders of killed processes; return a new one of mode 0700, and the descriptor that locks it."""
     for left in parent.glob(f"{PREFIX}*"):
-        _remove_if_abandoned(left)
+        with contextlib.suppress(OSError):  # locked, removed, a link, or of another user
+            if left.lstat().st_uid == os.getuid():
+                _remove_folder(left, _lock(left), os.getpid())
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # another start is removing it
             lock = _lock(folder)
             if folder.exists():
                 return folder, lock
-            os.close(lock)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # locked, removed, a link, or of another user
-        if folder.lstat().st_uid == os.getuid():
-            lock = _lock(folder)
-            shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 

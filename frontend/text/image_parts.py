@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.frontend.images.source import ImageReader, ImageSource, StoredImage
+from quire.frontend.images.reader import ImageReader
+from quire.frontend.images.source import ImageSource, StoredImage
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")

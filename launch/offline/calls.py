@@ -15,7 +15,9 @@ from tqdm import tqdm
 
 from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.engine.job import Job
-from quire.frontend.images.source import ImageReader, ImageSource, RowsReader
+from quire.frontend.images.given_rows import RowsReader
+from quire.frontend.images.reader import ImageReader
+from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format

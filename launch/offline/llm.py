@@ -32,7 +32,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.request.sampling_params import MAX_N, SamplingParams, check_int, seed_for_sample
 from quire.protocol.wire.front_end_messages import Control
 
-OWN_IMAGES = ImageOptions(max_images=2**16, max_bytes=2**30)
+OWN_IMAGES = ImageOptions(max_images_per_prompt=2**16, max_image_bytes=2**30)
 """Limits on images of the caller's own process, whose files may be larger than those of clients."""
 
 

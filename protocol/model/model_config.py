@@ -307,10 +307,9 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         return ModelConfig(**encoder_settings(raw, architecture, where), dtype=dtype, eos_token_ids=eos)
     family = FAMILIES[architecture]
     weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
-    field, vision = _merged(raw, family, where), None
-    eyes = VISION_FAMILIES.get(named_architecture(raw))
-    if eyes is not None and eyes.is_read:
-        vision = read_vision(raw, named_architecture(raw), field)
+    field, named = _merged(raw, family, where), named_architecture(raw)
+    vision = read_vision(raw, named, field)
+    if vision is not None:
         field = Fields(without_sections(field.raw), where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
@@ -359,7 +358,7 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
         generates=head == "tokens",
         extra_layers=field.size("num_nextn_predict_layers", default=0, low=0, high=64) if family.gate else 0,
         vision=vision,
-        unread_vision=eyes is not None and vision is None,
+        unread_vision=named in VISION_FAMILIES and vision is None,
         **_scales(field, family, hidden)
         | ({} if latent is None else _latent_settings(field, latent, rope))
         | (parse_chunked(field, types, rope, max_position) if family.chunked else {})
@@ -372,7 +371,7 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Head]:
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if isinstance(architecture, str) and architecture in VISION_FAMILIES:
-        return text_settings(raw, VISION_FAMILIES[architecture], where)[0].architecture, "tokens"
+        return text_settings(raw, VISION_FAMILIES[architecture], where)[0], "tokens"
     name, head = family_of(architecture) if isinstance(architecture, str) else ("", "tokens")
     if name not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
@@ -394,8 +393,7 @@ def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
     nested: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     if (named := named_architecture(raw)) in VISION_FAMILIES:
-        text, nested = text_settings(raw, VISION_FAMILIES[named], where)
-        defaults = dict(text.defaults)
+        _, defaults, nested = text_settings(raw, VISION_FAMILIES[named], where)
     own = {name: value for name, value in nested.items() if value is not None or name not in raw}
     merged = {**family.defaults, **defaults, **raw, **own}
     return Fields(merged | {ours: merged[name] for ours, name in family.fields.items() if name in merged}, where)

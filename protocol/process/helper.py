@@ -77,7 +77,7 @@ class HelperDied(Exception):
 
 
 class HelperStartError(HelperDied):
-    """The helper could not be started for lack of a file descriptor or memory."""
+    """The helper could not be started for lack of a file descriptor or memory, or it was killed for good."""
 
     def __init__(self) -> None:
         super().__init__(0, was_starved=True)
@@ -100,6 +100,7 @@ class Helper:
         self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._end: Callable[[], object] = lambda: None
+        self._is_killed = False
         self._number = 0
 
     def start(self) -> bytes:
@@ -109,6 +110,8 @@ class Helper:
         if self._process is not None and self._process.poll() is None:
             return b""
         self.close()
+        if self._is_killed:
+            raise HelperStartError()
         command = [sys.executable, "-P", "-m", self._module]
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
@@ -118,6 +121,8 @@ class Helper:
         os.set_blocking(process.stdin.fileno(), False)
         self._process = process
         self._end = weakref.finalize(self, _end, process)
+        if self._is_killed:  # while it was started
+            process.kill()
         return self._exchange(self._hello, self._start_seconds, self._start_seconds)
 
     def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
@@ -138,7 +143,8 @@ class Helper:
         self._end()
 
     def kill(self) -> None:
-        """Kill the process, from any thread: the one that waits for an answer gets HelperDied."""
+        """Kill the process for good, from any thread: the one that waits for an answer gets HelperDied."""
+        self._is_killed = True
         if (process := self._process) is not None:
             process.kill()
 

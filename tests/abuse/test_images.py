@@ -9,7 +9,7 @@ from image_files import bombs, mutations, not_images, whole_files
 from image_hosts import hostile_urls, world
 
 from quire.frontend.images.options import ImageOptions
-from quire.frontend.images.reader import HelperReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.store import ItemStore
 
 pytestmark = pytest.mark.full
@@ -19,7 +19,7 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     support = Path(__file__).parents[1] / "support"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(support / name) for name in ("common", "abuse")))
     store = ItemStore(2**24, tmp_path)
-    reader = HelperReader("folder", 7, ImageOptions(num_helpers=1), store, "odd_image_helper")
+    reader = ImageReader("folder", 7, ImageOptions(image_processes=1), store, "odd_image_helper")
     files = [*whole_files().values(), *bombs().values(), *not_images().values(), *mutations(110, seed=1)]
     found = attack_with_files(reader, files)
     assert sum(found.values()) - found["slowest_ms"] >= 150 and found["read"] >= len(whole_files())

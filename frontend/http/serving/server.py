@@ -25,7 +25,8 @@ from quire.frontend.http.serving.work_threads import ConversationThreads, TextTh
 from quire.frontend.http.stored.response_files import ResponseFiles
 from quire.frontend.http.stored.response_store import OwnResponses, ResponseStore
 from quire.frontend.ids import new_id
-from quire.frontend.images.source import ImageReader, RowsReader
+from quire.frontend.images.given_rows import RowsReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.sessions.session_store import SessionStore
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.parsing.choose_format import AnswerFormat

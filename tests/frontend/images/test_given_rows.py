@@ -89,7 +89,7 @@ BAD: dict[str, tuple[object, str]] = {
     "nothing": ("", "must be a safetensors file"),
     "other file": (text(b"GIF89a" * 9), "must be a safetensors file"),
     "huge header": (text(b"\xff" * 64), "must be a safetensors file"),
-    "pickled": (pickled(), r"must be a safetensors file \(got a pickled one\)"),
+    "pickled": (pickled(), "must be a safetensors file, not a pickled one"),
     "two tensors": (file_of(a=ROWS, b=ROWS + 1), r"with one tensor \(got 2\)"),
     "integers": (file_of(rows=ROWS.to(torch.int32)), r"must have the dtype .* \(got 'I32'\)"),
     "one dimension": (file_of(rows=ROWS[0]), r"must have the shape \[n, 8\] with n from 1 to 10 \(got \[8\]\)"),

@@ -11,10 +11,10 @@ import pytest
 from image_files import image_file, whole_files
 from PIL import Image
 from processor_families import FAMILIES, qwen
-from safetensors.numpy import load, load_file
+from safetensors.numpy import load_file
 
 from quire.frontend.images.options import ImageOptions
-from quire.frontend.images.reader import HelperReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.source import ImageSource
 from quire.frontend.images.store import ItemStore
 from quire.protocol.errors import InvalidRequest
@@ -33,16 +33,17 @@ def test_tensors_and_texts(family: Callable[[], tuple[Any, str, str]], tmp_path:
     reference.save_pretrained(tmp_path)
     token_id = reference.tokenizer.convert_tokens_to_ids(row_token)
     processor, other = (Processor(tmp_path, token_id) for _ in range(2))
-    assert processor.prepare(FILES[0], 10**6).digest == other.prepare(FILES[0], 10**6).digest
-    assert processor.placeholder == reference.image_token
+    path = str(tmp_path / "image")
+    first, second = (each.prepare(FILES[0], 10**6, path) for each in (processor, other))
+    assert first.digest == second.digest and first.placeholder == reference.image_token
     for data in FILES:
-        made = processor.prepare(data, 10**6)
+        made = processor.prepare(data, 10**6, path)
         image = load_image(Image.open(io.BytesIO(data)))
         options = {"return_tensors": "np", "return_text_replacement_offsets": True}
         expected = reference(images=[image], text=[f"a {reference.image_token} b"], **options)
         assert made.expansion == expected["text_replacement_offsets"][0][0]["replacement"]
         assert made.num_rows == (np.asarray(expected["input_ids"]) == token_id).sum() > 0
-        tensors = load(made.content)
+        tensors = load_file(made.path)
         assert "pixel_values" in tensors and tensors.keys() <= expected.keys()
         for name, tensor in tensors.items():
             assert np.array_equal(tensor, expected[name]), name
@@ -58,22 +59,25 @@ def test_digests(tmp_path: Path) -> None:
     token_id = reference.tokenizer.convert_tokens_to_ids(row_token)
     processor = Processor(tmp_path, token_id)
 
+    def digest_of(processor: Processor, data: bytes) -> bytes:
+        return processor.prepare(data, 10**6, str(tmp_path / "image")).digest
+
     def digest(*args: Any, **options: Any) -> bytes:
-        return processor.prepare(image_file(*args, **options), 10**6).digest
+        return digest_of(processor, image_file(*args, **options))
 
     first = digest("PNG")
     assert (
         first
         == digest("PNG", compress_level=0)
         == digest("BMP")
-        == Processor(tmp_path, token_id).prepare(image_file("WEBP", lossless=True), 10**6).digest
+        == digest_of(Processor(tmp_path, token_id), image_file("WEBP", lossless=True))
     )
     assert len({first, digest("PNG", (30, 40)), digest("PNG", (41, 30)), digest("PNG", mode="1")}) == 4
     file = next(file for file in tmp_path.glob("*processor_config.json"))
     settings = json.loads(file.read_text())
     (settings.get("image_processor") or settings)["image_mean"] = [0.5, 0.5, 0.5]
     file.write_text(json.dumps(settings))
-    assert Processor(tmp_path, token_id).prepare(image_file("PNG"), 10**6).digest != first
+    assert digest_of(Processor(tmp_path, token_id), image_file("PNG")) != first
 
 
 BAD_SETTINGS = (
@@ -104,7 +108,7 @@ def test_helper_process(tmp_path: Path) -> None:
     (tmp_path / "items").mkdir()
     store = ItemStore(2**24, tmp_path / "items")
     token_id = reference.tokenizer.convert_tokens_to_ids(row_token)
-    reader = HelperReader(str(tmp_path / "model"), token_id, ImageOptions(num_helpers=1), store)
+    reader = ImageReader(str(tmp_path / "model"), token_id, ImageOptions(image_processes=1), store)
     [image] = reader.read_now([ImageSource("x", image_file("PNG", (100, 60)))])
     assert image.num_rows == image.grid[0] * image.grid[1] * image.grid[2] // 4 == image.expansion.count(row_token)
     assert load_file(image.path)["image_grid_thw"].tolist() == [list(image.grid)]

@@ -12,7 +12,7 @@ from image_files import image_file
 
 from quire.frontend.images.image_helper import Hello, ImageHelper
 from quire.frontend.images.options import ImageOptions
-from quire.frontend.images.reader import HelperReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.refused import Refused
 from quire.frontend.images.source import ImageSource, StoredImage
 from quire.frontend.images.store import ItemStore
@@ -20,7 +20,7 @@ from quire.protocol.errors import InvalidRequest
 
 WHERE = "messages[0].content[1].image_url.url"
 MODULE = "odd_image_helper"
-OPTIONS = ImageOptions(max_images=4, max_bytes=20_000, max_pixels=10_000, num_helpers=1)
+OPTIONS = ImageOptions(max_images_per_prompt=4, max_image_bytes=20_000, max_image_pixels=10_000, image_processes=1)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def paths_of_helpers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reader(store: ItemStore) -> Iterator[HelperReader]:
-    reader = HelperReader("folder", 7, OPTIONS, store, MODULE)
+def reader(store: ItemStore) -> Iterator[ImageReader]:
+    reader = ImageReader("folder", 7, OPTIONS, store, MODULE)
     yield reader
     reader.close()
 
@@ -58,11 +58,11 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def read(reader: HelperReader, *data: bytes) -> list[StoredImage]:
+def read(reader: ImageReader, *data: bytes) -> list[StoredImage]:
     return reader.read_now([source(each) for each in data])
 
 
-def test_images_are_read_in_order(reader: HelperReader) -> None:
+def test_images_are_read_in_order(reader: ImageReader) -> None:
     files = [image_file("PNG", (10 + each, 20)) for each in range(3)]
     assert [image.width for image in read(reader, *files)] == [10, 11, 12]
     urls = [
@@ -75,7 +75,7 @@ def test_images_are_read_in_order(reader: HelperReader) -> None:
     assert reader.read_now([]) == []
 
 
-def test_equal_images_are_one_object(reader: HelperReader, store: ItemStore) -> None:
+def test_equal_images_are_one_object(reader: ImageReader, store: ItemStore) -> None:
     """Of equal files one is processed; equal pixels in other files share an object, too."""
     before = files_of(read(reader, image_file("GIF"))[0])
     first, second, third = read(reader, *[image_file("PNG", (7, 7))] * 2, image_file("PNG", (7, 7), compress_level=0))
@@ -83,7 +83,7 @@ def test_equal_images_are_one_object(reader: HelperReader, store: ItemStore) -> 
     assert files_of(first) == before | {first.path}
 
 
-def test_file_lives_as_long_as_the_last_reference(reader: HelperReader, store: ItemStore) -> None:
+def test_file_lives_as_long_as_the_last_reference(reader: ImageReader, store: ItemStore) -> None:
     [image] = read(reader, image_file())
     path, other = Path(image.path), image
     for each in range(12):  # a quarter of the memory is for images that no request has
@@ -95,12 +95,12 @@ def test_file_lives_as_long_as_the_last_reference(reader: HelperReader, store: I
     assert sum(file.stat().st_size for file in path.parent.iterdir()) <= 2**20 // 4
 
 
-def test_the_next_turn_finds_its_images(reader: HelperReader) -> None:
+def test_the_next_turn_finds_its_images(reader: ImageReader) -> None:
     [path] = [image.path for image in read(reader, image_file())]
     assert [image.path for image in read(reader, image_file())] == [path]
 
 
-def test_full_memory(reader: HelperReader) -> None:
+def test_full_memory(reader: ImageReader) -> None:
     held, number = [], 0
     with pytest.raises(InvalidRequest, match="images of other requests fill the memory") as caught:
         for number in range(100):
@@ -127,7 +127,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refusals(name: str, reader: HelperReader, store: ItemStore) -> None:
+def test_refusals(name: str, reader: ImageReader, store: ItemStore) -> None:
     """A bad image ends its request; the others of the pool are read, and no file is left."""
     bad, reason = BAD[name]
     [image] = read(reader, image_file())
@@ -139,13 +139,13 @@ def test_refusals(name: str, reader: HelperReader, store: ItemStore) -> None:
     assert files_of(after) == before | {after.path}
 
 
-def test_too_many_images(reader: HelperReader) -> None:
+def test_too_many_images(reader: ImageReader) -> None:
     with pytest.raises(InvalidRequest, match=r"at most 4 images \(got 5\): --max-images-per-prompt"):
         read(reader, *[image_file()] * 5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
-def test_helper_killed_from_outside(number: int, reader: HelperReader) -> None:
+def test_helper_killed_from_outside(number: int, reader: ImageReader) -> None:
     """The image is not the cause: its client may try again."""
     with pytest.raises(InvalidRequest, match="the server is too busy: retry later") as caught:
         read(reader, f"!die {number}".encode())
@@ -154,12 +154,12 @@ def test_helper_killed_from_outside(number: int, reader: HelperReader) -> None:
 
 
 @pytest.mark.full
-def test_crash_of_another_cause_is_not_noticed(reader: HelperReader, tmp_path: Path) -> None:
+def test_crash_of_another_cause_is_not_noticed(reader: ImageReader, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(image_file())
     assert read(reader, f"!once {tmp_path / 'marker'}".encode())[0].width == 40
 
 
-def test_no_room_for_a_file(reader: HelperReader) -> None:
+def test_no_room_for_a_file(reader: ImageReader) -> None:
     with pytest.raises(InvalidRequest, match="too busy") as caught:
         read(reader, b"!full")
     assert caught.value.code == "queue_full"
@@ -176,7 +176,7 @@ def test_endless_image(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_no_processor(store: ItemStore) -> None:
-    reader = HelperReader("none", 7, OPTIONS, store, MODULE)
+    reader = ImageReader("none", 7, OPTIONS, store, MODULE)
     reader.prepare()
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="cannot be read: no processor"):
@@ -184,7 +184,7 @@ def test_no_processor(store: ItemStore) -> None:
     reader.close()
 
 
-def test_request_that_is_cancelled(reader: HelperReader) -> None:
+def test_request_that_is_cancelled(reader: ImageReader) -> None:
     """Its images that wait are dropped, and those of others are read."""
 
     async def cancel() -> None:
@@ -202,7 +202,7 @@ def test_request_that_is_cancelled(reader: HelperReader) -> None:
 
 @pytest.mark.full
 def test_closing_ends_what_waits(store: ItemStore) -> None:
-    reader = HelperReader("folder", 7, OPTIONS, store, MODULE)
+    reader = ImageReader("folder", 7, OPTIONS, store, MODULE)
 
     async def close() -> None:
         task = asyncio.create_task(reader.read([source(b"!sleep")]))
@@ -232,7 +232,7 @@ class TestFolders:
         ItemStore(2**20, tmp_path).close()
         assert sorted(each.name for each in tmp_path.iterdir()) == ["other", "quire-items-link"]
 
-    def test_forked_process_removes_nothing(self, store: ItemStore, reader: HelperReader) -> None:
+    def test_forked_process_removes_nothing(self, store: ItemStore, reader: ImageReader) -> None:
         [image] = read(reader, image_file())
         child = os.fork()
         if not child:

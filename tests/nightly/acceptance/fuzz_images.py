@@ -24,7 +24,7 @@ from processor_families import qwen
 
 from quire.frontend.images.image_helper import MAX_BYTES, WALL_SECONDS
 from quire.frontend.images.options import ImageOptions
-from quire.frontend.images.reader import HelperReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.store import ItemStore
 
 
@@ -42,7 +42,7 @@ def main() -> int:
         processor.save_pretrained(model)
         store = ItemStore(2**28, items)
         token_id = processor.tokenizer.convert_tokens_to_ids(row_token)
-        reader = HelperReader(str(model), token_id, ImageOptions(num_helpers=1), store)
+        reader = ImageReader(str(model), token_id, ImageOptions(image_processes=1), store)
         known = (*whole_files().values(), *bombs().values(), *not_images().values())
         sent = chain(known, mutations(args.count - len(known), args.seed))
         files = attack_with_files(reader, takewhile(lambda _: time.monotonic() < began + args.seconds, sent))

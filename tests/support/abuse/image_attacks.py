@@ -9,7 +9,7 @@ from image_files import image_file
 from image_hosts import ALLOWED, Resolver, Server
 
 from quire.frontend.images.fetch import Fetcher
-from quire.frontend.images.reader import HelperReader
+from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.refused import Refused
 from quire.frontend.images.source import ImageSource
 from quire.protocol.errors import InvalidRequest
@@ -18,7 +18,7 @@ WHERE = "messages[0].content[0].image_url.url"
 CANARY_EVERY = 50
 
 
-def attack_with_files(reader: HelperReader, files: Iterable[bytes]) -> Counter[str]:
+def attack_with_files(reader: ImageReader, files: Iterable[bytes]) -> Counter[str]:
     """Read the files one by one and return how many ended how; ``slowest_ms`` is the longest time of one.
 
     Raises:

@@ -1,6 +1,5 @@
 """A local server that stands for hosts of the world, and a resolver that leads to it."""
 
-import socket
 import ssl
 import threading
 import time
@@ -11,7 +10,7 @@ from urllib.parse import quote, unquote
 
 from image_files import image_file
 
-from quire.frontend.images.addresses import Address, is_public
+from quire.frontend.images.addresses import is_public
 from quire.frontend.images.refused import Refused
 
 WORLD = {
@@ -104,11 +103,11 @@ class Resolver:
         self._port = port
         self.resolved: list[str] = []
 
-    def __call__(self, host: str, port: int) -> list[Address]:
+    def __call__(self, host: str, port: int) -> list[tuple[str, int]]:
         self.resolved.append(host)
         if not is_public(WORLD.get(host, "0.0.0.0")):
             raise Refused("names a host without a public address")
-        return [Address(socket.AF_INET, ("127.0.0.1", self._port))]
+        return [("127.0.0.1", self._port)]
 
 
 ALLOWED = ("cdn.example.com", "*.cdn.example.com")

@@ -9,8 +9,6 @@ import signal
 import time
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,15 +16,14 @@ from safetensors.numpy import save
 
 from quire.frontend.images.decode import decode
 from quire.frontend.images.image_helper import Hello, answer
+from quire.frontend.images.source import StoredImage
 from quire.protocol.process.helper import Answer, serve
 
 EXTRA_BYTES = 256 * 2**20
 
 
 class OddProcessor:
-    placeholder = "<image>"
-
-    def prepare(self, data: bytes, max_pixels: int) -> Any:
+    def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredImage:
         word, _, rest = data.partition(b" ")
         match word:
             case b"!die":
@@ -47,10 +44,9 @@ class OddProcessor:
                 raise OSError
         image = decode(data, max_pixels)
         content = save({"pixel_values": np.asarray(image)})
+        Path(path).write_bytes(content)
         digest = hashlib.sha256(content).digest()
-        return SimpleNamespace(
-            image=image, digest=digest, content=content, expansion="<image>" * 3, num_rows=3, grid=()
-        )
+        return StoredImage(digest, path, "<image>", "<image>" * 3, 3, (), *image.size, len(content))
 
 
 def make(hello: bytes) -> tuple[bytes, Answer | None]:
