@@ -14,11 +14,13 @@ class ImageSource:
         data: bytes of a file (PNG, JPEG, WebP, GIF or BMP).
         url: ``data:image/...;base64,...``, ``https://...`` or ``http://...``. Base64 in a field of its own becomes a
             data URL, which is decoded where the limits are known.
+        detail: OpenAI's field, which has no effect: the model's processor decides how many tokens an image takes.
     """
 
     where: str
     data: bytes | None = field(default=None, repr=False)
     url: str = field(default="", repr=False)
+    detail: str = "auto"
 
 
 class StoredImage(msgspec.Struct, frozen=True, eq=False, weakref=True, tag=True):

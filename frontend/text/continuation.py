@@ -7,6 +7,7 @@ may split a text otherwise than the model did.
 from dataclasses import replace
 
 from quire.frontend.text.chat_template import Message
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_form import INSTRUCTIONS
 from quire.frontend.text.prompts import ModelLimits, Prompt, conversation_prompt, moved
 from quire.frontend.text.text_in import ChatOptions, TextIn
@@ -45,7 +46,7 @@ def encode_continuation(
     _, found, rest = rendered.partition(LAST_TEXT)
     is_kept = True
     if answered_with is None:
-        alone_options = replace(options, add_generation_prompt=False, images=())
+        alone_options = replace(options, add_generation_prompt=False, images=MessageImages())
         alone = text_in.render_chat(before, alone_options, limits.max_model_len)
         end = alone.partition(LAST_TEXT)[2]
         is_kept = LAST_TEXT in alone and rest.startswith(end)
@@ -71,13 +72,14 @@ def encode_extended(
 ) -> Prompt:
     """Encode a conversation as ``encode_messages`` does, but keep the tokens so far if it begins with their text."""
     rendered = text_in.render_chat(messages, options, limits.max_model_len)
-    known = text_in.decode(so_far.tolist(), skip_special_tokens=False)
+    before, _ = text_in.added_to(rendered)
+    own, num_before = so_far.tolist(), len(before)
+    known = text_in.decode(own[num_before:], skip_special_tokens=False) if own[:num_before] == before else ""
     if known and rendered.startswith(known):
         ids, plain = text_in.encode_marked(rendered[len(known) :])
-        ids, plain = [*so_far.tolist(), *ids], moved(plain, len(so_far))
-        num_rows = sum(image.num_rows for image in options.images)
+        ids, plain = [*own, *ids], moved(plain, len(own))
         # A sampled token of images is text in the answer, and would be a position in these tokens.
-        if text_in.image_token_id is None or ids.count(text_in.image_token_id) == num_rows:
+        if text_in.image_token_id is None or ids.count(text_in.image_token_id) == options.images.num_rows:
             return conversation_prompt(ids, plain, rendered, options, text_in, limits)
     ids, plain = text_in.encode_conversation(rendered)
     return conversation_prompt(ids, plain, rendered, options, text_in, limits)

@@ -36,17 +36,19 @@ class MessageImages:
     sources: list[ImageSource] = field(default_factory=list)
     stored: list[StoredImage] = field(default_factory=list)
 
-    async def read(self, reader: ImageReader) -> list[StoredImage]:
-        """Return all images. Raises InvalidRequest as ``ImageReader.read``."""
-        self.stored = [*self.stored, *await reader.read(self.sources[len(self.stored) :])]
-        self.sources.clear()
-        return self.stored
+    async def read(self, reader: ImageReader | None) -> None:
+        """Read those that are not stored. Raises InvalidRequest as ``ImageReader.read``."""
+        if reader is not None and self.sources:
+            self.stored = [*self.stored, *await reader.read(self.sources[len(self.stored) :])]
+            self.sources.clear()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(image.num_rows for image in self.stored)
 
 
 def image_source(part: Mapping[str, Any], where: str) -> ImageSource:
     """Return the image of a part with a type of IMAGE_KINDS.
-
-    ``detail`` is checked, and has no effect: the model's processor decides how many tokens an image takes.
 
     Raises:
         InvalidRequest: the part has no image, or names a file that only another server has.
@@ -62,13 +64,14 @@ def image_source(part: Mapping[str, Any], where: str) -> ImageSource:
     if isinstance(value, Mapping):
         detail, holder = value.get("detail", detail), place
         value, place = value.get("url"), f"{place}.url"
-    if detail is not None and detail not in DETAILS:
+    detail = "auto" if detail is None else detail
+    if detail not in DETAILS:
         raise wrong_value(f"{holder}.detail", f"one of {', '.join(DETAILS)}", detail)
     if part.get("file_id") is not None:
         text = f"{where}.file_id is not supported: this server stores no files; send a data URL"
         raise InvalidRequest(text, f"{where}.file_id", "unsupported")
     if isinstance(value, str):
-        return ImageSource(place, url=value)
+        return ImageSource(place, url=value, detail=detail)
     return ImageSource(place, data=_png(value, place))
 
 

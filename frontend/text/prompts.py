@@ -135,7 +135,7 @@ def conversation_prompt(
 ) -> Prompt:
     """Return the prompt of a rendered conversation with these tokens. ``plain``: its ``plain_spans``."""
     prompt = prompt_from_ids(ids, limits, "messages")
-    items = place_images(ids, options.images, text_in.image_token_id)
+    items = place_images(ids, options.images.stored, text_in.image_token_id)
     end = written_end(rendered) if options.add_generation_prompt else ""
     return replace(prompt, end=end, plain_spans=plain, items=items)
 

@@ -4,8 +4,8 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,6 @@ from typing import Any, Literal
 import msgspec
 from tokenizers import Encoding, Tokenizer
 
-from quire.frontend.images.source import StoredImage
 from quire.frontend.text.chat_template import Conversation, Message, RenderedTooLong
 from quire.frontend.text.control_text import (
     MARK_END,
@@ -23,6 +22,7 @@ from quire.frontend.text.control_text import (
     special_pattern,
     with_marks,
 )
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.placed_items import expanded
 from quire.frontend.text.template_files import load_template, special_variables
 from quire.frontend.text.template_helper import TemplateHelper
@@ -49,14 +49,14 @@ SLOW_SECONDS = 0.25
 class ChatOptions:
     """Options of rendering a conversation; by default the text ends where the assistant's answer starts.
 
-    ``images``: those of its messages, in order.
+    ``images``: those of its messages, which must be read.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
-    images: Sequence[StoredImage] = ()
+    images: MessageImages = field(default_factory=MessageImages)
 
 
 class TextIn:
@@ -220,11 +220,15 @@ class TextIn:
         template has not written the first of them.
         """
         ids, spans = self.encode_marked(rendered)
+        before, after = self.added_to(rendered)
+        return [*before, *ids, *after], [(begin + len(before), end + len(before)) for begin, end in spans]
+
+    def added_to(self, rendered: str) -> tuple[list[int], list[int]]:
+        """Return the special tokens that ``encode_conversation`` adds before and after a conversation."""
         start = self.tokenizer_info.get("bos_token")
         if self.image_token_id is None or (start and rendered.startswith(start)):
-            return ids, spans
-        before, after = self._added
-        return [*before, *ids, *after], [(begin + len(before), end + len(before)) for begin, end in spans]
+            return [], []
+        return self._added
 
     @cached_property
     def _added(self) -> tuple[list[int], list[int]]:
@@ -244,11 +248,11 @@ class TextIn:
         tokenizer = self._require_tokenizer("messages")
         if self.template is None:
             raise InvalidRequest(NO_TEMPLATE, "messages")
-        if options.images:
-            self._protect_also(options.images[0].placeholder)
-            num_rows = sum(image.num_rows for image in options.images)
-            if num_rows > max_tokens:
-                raise context_length_exceeded(max_tokens, f"at least {num_rows}", "messages")
+        images = options.images
+        if images.stored:
+            self._protect_also(images.stored[0].placeholder)
+            if images.num_rows > max_tokens:
+                raise context_length_exceeded(max_tokens, f"at least {images.num_rows}", "messages")
         try:
             given = mark_special([messages, options.tools, options.variables], None)
             marked = self._marked(given)
@@ -265,7 +269,7 @@ class TextIn:
                 )
                 for messages, tools, variables in ([given] if marked == given else [given, marked])
             ]
-            text = expanded(with_marks(*texts) if len(texts) > 1 else texts[0], options.images)
+            text = expanded(with_marks(*texts) if len(texts) > 1 else texts[0], images.stored)
         except RenderedTooLong:
             raise context_length_exceeded(max_tokens, f"more than {max_tokens}", "messages") from None
         except RecursionError:

@@ -1,6 +1,7 @@
 """Converts a user's settings to the configuration of scheduler and workers: resolves and checks every default."""
 
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from quire.protocol.model.weight_format import online_format
 from quire.protocol.process.cache_folder import cache_path
 from quire.protocol.settings import ROUTED_EXPERTS, STATELESS, STATES, EngineSettings
 from quire.protocol.wire.kv_events import check_endpoints, check_format
-from quire.version import __version__
+from quire.version import __version__, install_command
 
 KV_CACHE_DTYPES = {
     "float32": "float32",
@@ -66,6 +67,7 @@ def make_engine_config(
     _check(options, model, device)
     if not simulated:
         _check_pages(options)
+        _check_vision_packages(options, model)
     kv_cache_dtype = _kv_cache_dtype(options, model, dtype)
     thinking_start, thinking_end = thinking_markers(
         folder, options.reasoning_start_str, options.reasoning_end_str, model.vocab_size
@@ -296,6 +298,16 @@ def _sizes(options: EngineOptions, model: ModelConfig, num_drafts: int, *, on_cp
         least = max_num_seqs if options.enable_chunked_prefill else max(max_num_seqs, max_model_len)
         check_range("max_num_scheduled_tokens", options.max_num_scheduled_tokens, least, batched)
     return max_model_len, max_num_seqs, batched
+
+
+def _check_vision_packages(options: EngineOptions, model: ModelConfig) -> None:
+    """Raise ConfigError for a model that is to read images, for which packages are missing."""
+    if model.vision is None or options.encoder_cache_tokens == 0:
+        return
+    missing = [module for module in ("transformers", "PIL") if importlib.util.find_spec(module) is None]
+    if missing:
+        ways = f"{install_command('vision')}, or --encoder-cache-tokens 0 to serve text only"
+        raise ConfigError(f"images need {' and '.join(missing)}: {ways}")
 
 
 def _encoder_cache_tokens(options: EngineOptions, model: ModelConfig) -> int:

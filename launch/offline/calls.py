@@ -17,8 +17,8 @@ from quire.frontend.adapters.reader import AdapterReader
 from quire.frontend.engine.job import Job
 from quire.frontend.images.given_rows import RowsReader
 from quire.frontend.images.reader import ImageReader
-from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
 from quire.frontend.text.pooling.capabilities import METHODS, Capabilities
@@ -138,11 +138,11 @@ class OfflineCalls:
         Raises:
             InvalidRequest: as ``check_messages`` and ``ImageReader.read``.
         """
-        sources: list[ImageSource] = []
-        messages = check_messages(given, images=None if self.images is None else sources)
-        if self.images is None or not sources:
-            return messages, options
-        return messages, replace(options, images=self.images.read_now(sources))
+        images = MessageImages()
+        messages = check_messages(given, images=None if self.images is None else images.sources)
+        if self.images is not None:
+            images.stored = self.images.read_now(images.sources)
+        return messages, replace(options, images=images)
 
     def params_for(
         self, given: SamplingParams | ListLike[SamplingParams] | None, num_prompts: int

@@ -31,6 +31,8 @@ with contextlib.suppress(ImportError):
 HELP = "/image FILE: add an image to the next message; /clear: forget the conversation; /exit, Ctrl-D: end; "
 HELP += "Ctrl-C: end an answer; //text: text that begins with /"
 COMMAND = re.compile(r"/(\w*)(?:\s|$)")
+Images = list[tuple[Path, dict[str, Any]]]
+"""Files of images, and each as a part of a message."""
 
 
 class LocalModel:
@@ -60,32 +62,44 @@ def generate(args: argparse.Namespace, options: EngineOptions) -> None:
 def chat(args: argparse.Namespace, options: EngineOptions) -> None:
     """Answer ``--prompt``; without it, run a conversation with one message per line of input."""
     params = _sampling(args)
-    images = [image_part(path) for path in args.image]
+    images = [_read_image(path) for path in args.image]
     with _model(args, options) as model:
         if args.prompt is None:
             _converse(model, params, args.json, images)
-        else:
-            message = _message(args.prompt, images)
+            return
+        message = _message(args.prompt, images)
+        try:
             _print(model.chat([message], params, _on_text(args.json)), args.json)
+        except (ConfigError, InvalidRequest) as error:
+            raise _naming_files(error, 0, images) from None
 
 
-def _message(text: str, images: list[dict[str, Any]]) -> dict[str, Any]:
+def _message(text: str, images: Images) -> dict[str, Any]:
     """Return a user's message, with the images before its text."""
-    return {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
+    parts = [part for _, part in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if images else text}
 
 
-def image_part(path: Path) -> dict[str, Any]:
-    """Return a file as a part of a message. Raise ConfigError if it cannot be read."""
+def _naming_files(error: Exception, index: int, images: Images) -> ConfigError:
+    """Return an error that names the files of a message's images, not its fields. ``index``: of the message."""
+    text = str(error)
+    for i, (path, _) in enumerate(images):
+        text = text.replace(f"messages[{index}].content[{i}].image_url.url", str(path))
+    return ConfigError(text)
+
+
+def _read_image(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a file and its part of a message. Raise ConfigError if it cannot be read."""
     try:
         data = base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
     kind = mimetypes.guess_type(path.name)[0] or ""
     kind = kind if kind.startswith("image/") else "image/png"  # the content tells, not the name
-    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+    return path, {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
-def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, images: list[dict[str, Any]]) -> None:
+def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, images: Images) -> None:
     """Answer lines of input in turn until their end. On a terminal, Ctrl-C ends the answer only, and a message that is
     refused is forgotten.
 
@@ -108,7 +122,7 @@ def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, image
                 images = []
             elif found[1] == "image" and (name := line.removeprefix("/image").strip()):
                 try:
-                    images = [*images, image_part(Path(name).expanduser())]
+                    images = [*images, _read_image(Path(name).expanduser())]
                     print(f"{counted(len(images), 'image')} for the next message", file=sys.stderr)
                 except ConfigError as error:
                     print(error, file=sys.stderr)
@@ -118,7 +132,7 @@ def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, image
             print("the conversation is empty" if found[1] == "clear" else HELP, file=sys.stderr)
             continue
         messages.append(_message(line.removeprefix("/") if line.startswith("//") else line, images))
-        images = []
+        sent, images = images, []
         parts.clear()
         try:
             _print(model.chat(messages, params, on_text), as_json)
@@ -127,9 +141,10 @@ def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, image
                 raise
             print(flush=True)
         except (ConfigError, InvalidRequest) as error:  # a file that is no image, for one
+            named = _naming_files(error, len(messages) - 1, sent)
             if not sys.stdin.isatty():
-                raise
-            print(error, file=sys.stderr)
+                raise named from None
+            print(named, file=sys.stderr)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": "".join(parts)})

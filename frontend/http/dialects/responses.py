@@ -201,7 +201,7 @@ def store_response(
     ids = () if only_for is not None else tuple(item["id"] for item in output)
     conversation = (*parsed.before, *parsed.input, *items)
     sizes = len(parsed.before), len(parsed.input)
-    images = tuple(parsed.chat.images.stored)
+    images = tuple(parsed.chat.options.images.stored)
     kept = None if events is None else tuple(events)
     response = StoredResponse(body, conversation, *sizes, ids, only_for, parsed.chain, images, kept)
     own.add(response_id, response)

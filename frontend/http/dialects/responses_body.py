@@ -180,7 +180,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         parsed = enforce_grammars(parser.chat(chat), tools, ignored)
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
-    parsed.images.stored += () if previous is None else lookup.images(previous)
+    parsed.options.images.stored += () if previous is None else lookup.images(previous)
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
     terms = replace(parsed.terms, job=parsed.terms.job.or_by("response", chain))
     parsed = replace(parsed, ignored=names, terms=terms)

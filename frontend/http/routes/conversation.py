@@ -147,7 +147,8 @@ async def encode_conversation(
 async def _encode(
     server: Server, request: ChatRequest, size: int, session: OpenSession | None, so_far: OpenSession | None
 ) -> tuple[Prompt, Callable[[], AnswerReader]]:
-    messages, options = request.messages, await server.with_images(request.options, request.images)
+    messages, options = request.messages, request.options
+    await options.images.read(server.settings.images)
 
     def encode() -> Prompt:
         if so_far is not None and so_far.tokens:

@@ -1,7 +1,7 @@
 """POST /tokenize and /detokenize, and GET /tokenizer_info, with vLLM's fields."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +16,6 @@ from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.chat_template import Message
-from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.prompts import check_token_ids
 from quire.frontend.text.text_in import NO_TOKENIZER, ChatOptions
 from quire.protocol.errors import InvalidRequest
@@ -26,16 +25,12 @@ MAX_DETOKENIZED = 2**19
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """``prompt``: text, or the messages of a conversation and the template options to render them with.
-
-    ``images``: those of the messages.
-    """
+    """``prompt``: text, or the messages of a conversation and the template options to render them with."""
 
     model: str
     prompt: str | tuple[list[Message], ChatOptions]
     add_special_tokens: bool
     return_token_strs: bool
-    images: MessageImages = field(default_factory=MessageImages)
 
 
 async def tokenize(server: Server, request: Request) -> Response:
@@ -44,8 +39,8 @@ async def tokenize(server: Server, request: Request) -> Response:
     await server.check_model(parsed.model)
     if isinstance(parsed.prompt, str):
         return json_response(await server.texts.run(len(body), lambda: _tokenized(server, parsed)))
-    messages, options = parsed.prompt
-    parsed = replace(parsed, prompt=(messages, await server.with_images(options, parsed.images)))
+    _, options = parsed.prompt
+    await options.images.read(server.settings.images)
     return json_response(await server.conversations.run(len(body), options, lambda: _tokenized(server, parsed)))
 
 
@@ -92,16 +87,15 @@ def _parse_tokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) ->
     body = read(TokenizeBody, raw, ignored=ignored)
     model = parser.model(body.model)
     prompt: str | tuple[list[Message], ChatOptions]
-    images = MessageImages()
     if body.messages is not None:
-        messages, options = parser.conversation(body, images)
+        messages, options = parser.conversation(body, ignored)
         tools, _ = parse_tools(body.tools, None, parallel=True, ignored=ignored)
         prompt = messages, replace(options, tools=tools)
     elif body.prompt is not None:
         prompt = body.prompt
     else:
         raise InvalidRequest("prompt is required", "prompt", "missing_required_parameter")
-    return TokenizeRequest(model, prompt, body.add_special_tokens, body.return_token_strs, images)
+    return TokenizeRequest(model, prompt, body.add_special_tokens, body.return_token_strs)
 
 
 def _parse_detokenize(parser: Parser, raw: Mapping[str, Any], ignored: Ignored) -> tuple[str, list[int]]:

@@ -80,7 +80,10 @@ WITHOUT_EFFECT = {
     **_each("stream_interval spaces_between_special_tokens keep_alive", "it changes no answer"),
     **_each("truncation_side", "a prompt is never shortened"),
     **_each("timings_per_token return_cached_tokens_details return_spec_tokens_details", "/metrics has figures"),
-    **_each("mm_processor_kwargs media_io_kwargs images_config video_config", "the checkpoint's processor has its own"),
+    **_each(
+        "mm_processor_kwargs media_io_kwargs images_config video_config detail",
+        "the checkpoint's processor has its own",
+    ),
     **_each(
         "repeat_last_n mirostat_tau mirostat_eta xtc_threshold dry_base dry_allowed_length", "it has no effect alone"
     ),

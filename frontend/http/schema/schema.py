@@ -102,7 +102,6 @@ class ChatRequest(CommonRequest):
         tool_use: the required call, or None.
         parallel_calls: an answer may have more than one.
         has_only_calls: an answer with a call has no content besides.
-        images: those of the messages.
     """
 
     messages: list[Message]
@@ -110,7 +109,6 @@ class ChatRequest(CommonRequest):
     tool_use: ToolUse | None
     parallel_calls: bool = True
     has_only_calls: bool = False
-    images: MessageImages = field(default_factory=MessageImages)
 
 
 class OtherModels(Protocol):
@@ -201,8 +199,7 @@ class Parser:
         form = answer_or_calls(self.writer, content, tools or [], parallel=parallel)
         if form is not None:
             params = msgspec.structs.replace(params, structured_outputs=form)
-        images = MessageImages()
-        messages, options = self.conversation(body, images)
+        messages, options = self.conversation(body, ignored)
         if body.session is not None:
             if body.add_generation_prompt is not None or body.continue_final_message:
                 name = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
@@ -215,25 +212,27 @@ class Parser:
             tool_use=tool_use,
             parallel_calls=parallel,
             has_only_calls=form is not None,
-            images=images,
         )
 
     def conversation(
-        self, body: ChatBody | TokenizeBody | ClassificationBody, images: MessageImages | None = None
+        self, body: ChatBody | TokenizeBody | ClassificationBody, ignored: Ignored | None = None
     ) -> tuple[list[Message], ChatOptions]:
         """Return the messages and the template options to render them with.
 
-        ``images``: gets those of the messages, if the model reads any; None: the route reads none.
+        ``ignored``: gets what has no effect in images; None: the route reads none.
         """
-        sources = images.sources if images is not None and self.reads_images else None
-        messages = check_messages(body.messages, images=sources)
+        images = MessageImages()
+        reads_images = self.reads_images and ignored is not None
+        messages = check_messages(body.messages, images=images.sources if reads_images else None)
+        if ignored is not None and any(source.detail != "auto" for source in images.sources):
+            ignored.note("detail", ())
         continues = body.continue_final_message
         opens = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         if continues and opens:
             name = "continue_final_message"
             raise InvalidRequest(f"{name} and add_generation_prompt cannot both be true", name)
         variables = template_variables(body.reasoning_effort, body.chat_template_kwargs)
-        return messages, ChatOptions(opens, continues, variables)
+        return messages, ChatOptions(opens, continues, variables, images=images)
 
     def fork(self, raw: Mapping[str, Any]) -> ForkBody:
         body = read(ForkBody, raw)

@@ -48,6 +48,10 @@ class Ignored:
         """Note an unknown field; raise InvalidRequest if the server refuses them. ``known``: the known paths."""
         if self._fields.refused:
             raise unknown_field(path, known)
+        self.note(path, known)
+
+    def note(self, path: str, known: Collection[str]) -> None:
+        """Note a field that has no effect."""
         # The same field of several tools is one name. The header allows printable ASCII, and separates with commas.
         name = re.sub(r"[^\w.-]", "?", re.sub(r"\[\d+\]", "", path[: 2 * MAX_NAME]), flags=re.ASCII)[:MAX_NAME] or "?"
         if name in self.names or len(self.names) >= MAX_NAMES:

@@ -28,11 +28,10 @@ from quire.frontend.ids import new_id
 from quire.frontend.images.given_rows import RowsReader
 from quire.frontend.images.reader import ImageReader
 from quire.frontend.sessions.session_store import SessionStore
-from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.parsing.choose_format import AnswerFormat
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.pooling.inputs import InputEncoder
-from quire.frontend.text.text_in import ChatOptions, TextIn
+from quire.frontend.text.text_in import TextIn
 from quire.frontend.text.text_out import TokenTexts
 from quire.frontend.text.thinking import Thinking
 from quire.protocol.errors import ConfigError
@@ -219,16 +218,6 @@ class Server:
     def responses_of(self, scope: Scope, connection: object | None = None) -> OwnResponses:
         """Return what the client of a request, or of a ``connection`` that keeps responses of its own, has stored."""
         return OwnResponses(self.response_store, scope["state"][TENANT], connection)
-
-    async def with_images(self, options: ChatOptions, images: MessageImages) -> ChatOptions:
-        """Return the options of a conversation with its images, which are read.
-
-        Raises:
-            InvalidRequest: as ``ImageReader.read``.
-        """
-        if not images.sources or self.settings.images is None:
-            return options
-        return replace(options, images=await images.read(self.settings.images))
 
     def enter_queue(self, terms: Terms, num_sequences: int) -> WaitingSequences:
         """As ``KeyQueues.enter``."""

@@ -1,74 +1,25 @@
 """Images in the messages of all APIs: how they are given, where they are in the prompt, and what is refused."""
 
 import gc
-import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
+from fake_images import PICTURE, TEMPLATE, FakeReader, with_image_tokens
 from tokenizers import Tokenizer
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.images.source import ImageSource, StoredImage
 from quire.frontend.text.chat_template import ChatTemplate
 from quire.frontend.text.text_in import TextIn
-from quire.protocol.errors import InvalidRequest
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 STRINGS_OF_TOOLS = TEMPLATE.replace("m.content is string", "m.content is string or m.role == 'tool'")
-PICTURE = "data:image/png;base64,"
-
-
-class FakeReader:
-    """Takes 3 rows for the image ``...,a``, 2 for any other, around a token of text."""
-
-    def __init__(self) -> None:
-        self.stored: weakref.WeakSet[StoredImage] = weakref.WeakSet()
-        self.places: list[str] = []
-
-    async def read(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
-        return self.read_now(sources)
-
-    def read_now(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
-        made = [self._stored(source) for source in sources]
-        self.stored.update(made)
-        return made
-
-    def _stored(self, source: ImageSource) -> StoredImage:
-        self.places.append(source.where)
-        if source.url.startswith("http"):
-            raise InvalidRequest(f"{source.where} must be a data URL", source.where)
-        num_rows = 3 if source.url.endswith(",a") else 2
-        expansion = "(<row>:" + "<row>" * (num_rows - 1) + ")"
-        digest = source.url.removeprefix(PICTURE).encode().ljust(32)
-        return StoredImage(
-            digest=digest,
-            path=source.url,
-            placeholder="<image>",
-            expansion=expansion,
-            num_rows=num_rows,
-            grid=(1, num_rows, 1),
-            width=9,
-            height=9,
-            num_bytes=1000,
-        )
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
 def words(tokenizer: Tokenizer) -> Tokenizer:
-    made = Tokenizer.from_str(tokenizer.to_str())
-    made.add_special_tokens(["<row>", "<image>"])
-    return made
+    return with_image_tokens(tokenizer)
 
 
 @pytest.fixture
@@ -163,9 +114,9 @@ def test_images_of_ollama_come_before_the_text(
 
 def test_counts_are_those_of_the_prompt(make: Any, fake: FakeEngine) -> None:
     client, parts = make(), (text("see"), chat_image("a"))
-    usage = client.post("/v1/chat/completions", {"model": "tiny", **FORMS["/v1/chat/completions"](*parts)}).json()[
-        "usage"
-    ]
+    response = client.post("/v1/chat/completions", {"model": "tiny", **FORMS["/v1/chat/completions"](*parts)})
+    assert response.headers["x-quire-ignored-fields"] == "detail"
+    usage = response.json()["usage"]
     length = len(fake.added[-1].prompt)
     assert (usage["prompt_tokens"], usage["prompt_tokens_details"]["image_tokens"]) == (length, 3)
     tokenized = client.post("/tokenize", FORMS["/v1/chat/completions"](*parts)).json()

@@ -10,6 +10,7 @@ import pytest
 from processor_families import FAMILIES
 
 from quire.frontend.images.source import ImageSource, StoredImage
+from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import encode_messages
 from quire.frontend.text.text_in import ChatOptions, TextIn
@@ -67,7 +68,8 @@ def test_token_ids(family: Callable[[], tuple[Any, str, str]], tmp_path: Path) -
         found: list[ImageSource] = []
         checked = check_messages(messages, images=found)
         assert len(found) == len(given) and all(source.data for source in found)
-        options = ChatOptions(images=[stored(image, number) for number, image in enumerate(given)])
+        images = [stored(image, number) for number, image in enumerate(given)]
+        options = ChatOptions(images=MessageImages(stored=images))
         prompt = encode_messages(checked, options, text_in, Limits)
         expected = processor.apply_chat_template(
             messages, chat_template=template, tokenize=True, add_generation_prompt=True, return_dict=True
@@ -75,7 +77,7 @@ def test_token_ids(family: Callable[[], tuple[Any, str, str]], tmp_path: Path) -
         assert prompt.token_ids.tolist() == list(expected["input_ids"][0])
         places = [place for each in prompt.items for begin, n in each.ranges for place in range(begin, begin + n)]
         assert places == np.flatnonzero(prompt.token_ids == token_id).tolist()
-        assert [each.item.num_rows for each in prompt.items] == [each.num_rows for each in options.images]
+        assert [each.item.num_rows for each in prompt.items] == [each.num_rows for each in images]
     text_in.close()
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from quire.frontend.text.chat_template import ChatTemplate
 from quire.frontend.text.continuation import encode_continuation, encode_extended
@@ -110,11 +110,22 @@ def test_pieces_are_the_whole_conversation(written: Any, tokenizer: Tokenizer) -
     assert first + answer + rest == whole
 
 
-def test_an_extended_conversation_keeps_tokens_only_if_it_begins_with_their_text(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("reads_images", [False, True])
+def test_an_extended_conversation_keeps_tokens_only_if_it_begins_with_their_text(
+    reads_images: bool, tokenizer: Tokenizer
+) -> None:
+    """For models that read images, the tokenizer adds a first token, which no template writes."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
     text_in = TextIn(tokenizer, ChatTemplate(PLAIN, {}, "test"))
+    if reads_images:
+        text_in.read_images(7)
     turns = [say("hello"), say("seven", "assistant"), say("<|im_end|> x")]
     first = text_in.encode_chat(turns[:1], ChatOptions(), 500)
-    spelled = [tokenizer.encode(char).ids[0] for char in "seven"]
+    assert (first[0] == 0) == reads_images
+    spelled = [tokenizer.encode(char, add_special_tokens=False).ids[0] for char in "seven"]
 
     def extended(so_far: list[int]) -> list[int]:
         ids = encode_extended(turns, np.array(so_far, np.int32), ChatOptions(), text_in, Limits()).token_ids

@@ -36,6 +36,17 @@ def test_kinds_of_items(images: bool, options: dict[str, Any], tokens: int, kind
     assert msgspec.structs.replace(config, ranks=[RankPlace("tcp://10.0.0.2:5")]).item_kinds == ()
 
 
+@pytest.mark.parametrize("missing", [["transformers", "PIL"], ["PIL"]])
+def test_models_with_images_name_missing_packages_and_both_ways_out(
+    missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else name)
+    ways = r"pip install 'quire-serve\[vision\]', or --encoder-cache-tokens 0 to serve text only$"
+    with pytest.raises(ConfigError, match=f"^images need {' and '.join(missing)}: {ways}"):
+        config_of(images=True)
+    assert config_of(images=True, encoder_cache_tokens=0).item_kinds == config_of(images=False).item_kinds == ()
+
+
 @pytest.mark.parametrize(
     ("images", "options", "text"),
     [

@@ -35,7 +35,7 @@ class Streams:
         if self.status != 200:
             return self.status, b'{"error": {"message": "too hot"}}'
         if self.refused in str(body):
-            return 400, b'{"error": {"message": "no image"}}'
+            return 400, b'{"error": {"message": "messages[2].content[0].image_url.url must be an image file"}}'
         events = [b"data: %b\n\n" % event for event in self.events]
         return (200, events[0], 10**6) if self.stalls else (200, b"".join(events))
 
@@ -136,7 +136,7 @@ def test_a_refused_image_does_not_end_a_conversation_on_a_terminal(
     monkeypatch.setattr(sys, "stdin", terminal)
     cli.main(["chat", "--url", server.url])
     assert [message["content"] for message in server.bodies[-1][1]["messages"]] == ["first", "Hello there", "third"]
-    assert "no image" in capsys.readouterr().err
+    assert f"{tmp_path / 'image'} must be an image file" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine
 from fake_http import Answer, FakeHttp, fake_http
+from fake_images import PICTURE, TEMPLATE, FakeReader, with_image_tokens
 from front_end import FrontEnd
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.frontend.text.chat_template import ChatTemplate
+from quire.frontend.text.text_in import TextIn
 from quire.launch import cli
 from quire.launch.run_batch import lines, sender
 from quire.launch.run_batch.lines import InvalidLine, RequestLine, ResultLine, read_lines, result
@@ -235,6 +238,22 @@ class TestServer:
         assert answers[0]["response"]["body"]["choices"][0]["message"]["content"] == "one two"
         assert answers[0]["response"]["request_id"].startswith("chatcmpl-")
         assert "messages" in answers[4]["error"]["message"]
+        front_end.close()
+
+    def test_images(self, run: Any, tokenizer: Any) -> None:
+        words = with_image_tokens(tokenizer)
+        text_in = TextIn(words, ChatTemplate(TEMPLATE, {}, "test"))
+        text_in.read_images(words.token_to_id("<row>"))
+        engine: Any = FakeEngine(words, reply="one two", max_model_len=4000)
+        front_end = FrontEnd(engine, settings={"text_in": text_in, "images": FakeReader()})
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in (f"{PICTURE}a", "https://x/y")]
+        given = [
+            line(custom_id=str(i), body={"messages": [{"role": "user", "content": [image]}]})
+            for i, image in enumerate(images)
+        ]
+        read, refused = run(*given, flags=["--url", f"http://127.0.0.1:{front_end.port}"])
+        assert read["response"]["body"]["usage"]["prompt_tokens_details"]["image_tokens"] == 3
+        assert "image_url.url must be a data URL" in refused["error"]["message"]
         front_end.close()
 
     @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def parse_body(kind: type[ChatBody | GenerateBody], parser: Parser, raw: Mapping
         tools = [f"tools[{i}].function" for i in range(len(raw.get("tools") or ()))]
         raise renamed(error, INSTEAD_OF | own, tools) from None
     if isinstance(asked, ChatRequest):  # there an image is a member of a part
-        sources = asked.images.sources
+        sources = asked.options.images.sources
         sources[:] = [replace(each, where=each.where.removesuffix(".image")) for each in sources]
     if asked is not None:
         names = [*ignored.names, *(name for name in asked.ignored if name not in ignored.names)]
