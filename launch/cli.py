@@ -160,14 +160,8 @@ def _add_generate_flags(parser: _Parser) -> None:
 
 def _add_chat_flags(parser: _Parser) -> None:
     parser.add_argument("--prompt", help="message to answer", metavar="TEXT")
-    parser.add_argument(
-        "--image",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="image of the message, or of the first line; may be repeated",
-    )
+    text = "image of the message, or of the first line; may be repeated"
+    parser.add_argument("--image", type=Path, action="append", default=[], metavar="FILE", help=text)
     _add_answer_flags(parser)
 
 

@@ -205,6 +205,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
         Setting(
             MEMORY,
             "take prompts that are given as embeddings",
+            needs="enable_chunked_prefill",
             not_with=(ENCODERS, NODES),
         ),
     ] = False

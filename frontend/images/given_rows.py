@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
-from quire.frontend.images.base64_text import decode_base64
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import StoredRows
+from quire.frontend.images.source import StoredRows, decode_base64
 from quire.frontend.images.store import ItemStore, remove_file
 from quire.protocol.errors import printable
 
@@ -91,7 +90,7 @@ class RowsReader:
         except OSError:
             remove_file(path)
             raise Refused("cannot be read now, because the memory is full: retry later", is_busy=True) from None
-        return self._store.add_rows(StoredRows(digest, path, shape[0], len(content)))
+        return self._store.add(StoredRows(digest, path, shape[0], len(content)))
 
 
 def _of_file(data: bytes) -> tuple[str, list[int], bytes]:

@@ -111,14 +111,14 @@ def main() -> None:
 def _make(hello: bytes) -> tuple[bytes, Answer | None]:
     given = msgspec.msgpack.decode(hello, type=Hello)
     try:
-        from quire.frontend.images.processing import Processor, Unusable
+        from quire.frontend.images.processing import Processor
+
+        processor = Processor(Path(given.folder), given.token_id)
     except ImportError:
         problem = f"cannot be read: the server lacks packages for images ({install_command('vision')})"
         return problem.encode(), None
-    try:
-        processor = Processor(Path(given.folder), given.token_id)
-    except Unusable as error:
-        return f"cannot be read: {error}".encode(), None
+    except Refused as refused:
+        return refused.text.encode(), None
     os.nice(NICENESS)  # after the imports, for which a server that starts waits
     return b"", lambda question: answer(processor, question, given.max_pixels)
 

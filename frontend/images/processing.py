@@ -22,14 +22,12 @@ from transformers.models.auto import processing_auto
 from quire.frontend.images.decode import decode
 from quire.frontend.images.refused import Refused
 from quire.frontend.images.source import StoredImage
+from quire.protocol.errors import ConfigError
+from quire.protocol.model.config_fields import read_json
 
 TRIAL_SIZE = (224, 224)
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
-
-
-class Unusable(Exception):
-    """The checkpoint's processor cannot be used. The text is one line, for the server's log."""
 
 
 class Processor:
@@ -37,7 +35,7 @@ class Processor:
         """Load the processor of a checkpoint. ``token_id``: token whose positions take rows.
 
         Raises:
-            Unusable: there is none, or it does not have the generic form.
+            Refused: there is none, or it does not have the generic form.
         """
         self._token_id = token_id
         try:
@@ -47,11 +45,11 @@ class Processor:
             self._settings = hashlib.sha256(f"{transformers.__version__}\0{settings}".encode()).digest()
             # A trial: what the library imports at first use, each child of the helper would import again.
             self._process(Image.new("RGB", TRIAL_SIZE), "")
-        except Unusable:
+        except Refused:
             raise
         except Exception as error:  # files of a checkpoint may make the library raise anything
             text = f"{type(error).__name__} in transformers {transformers.__version__}"
-            raise Unusable(f"the checkpoint's processor cannot be used ({text})") from None
+            raise Refused(f"cannot be read: the checkpoint's processor cannot be used ({text})") from None
 
     def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredImage:
         """Decode and process the file of an image, and write its tensors to ``path``.
@@ -89,8 +87,6 @@ class Processor:
             expansion=made["text_replacement_offsets"][0][0]["replacement"],
             num_rows=num_rows,
             grid=tuple(tensors["image_grid_thw"][0].tolist()) if "image_grid_thw" in tensors else (),
-            width=image.width,
-            height=image.height,
             num_bytes=len(content),
         )
         return stored, content
@@ -114,7 +110,6 @@ def _load(folder: Path) -> Any:
     names = Found.get_attributes()
     parts = [loaders[name](folder, local_files_only=True) if name in loaders else None for name in names]
     settings, _ = Found.get_processor_dict(folder, local_files_only=True)
-    settings = {name: value for name, value in settings.items() if name not in names}
     return Found.from_args_and_dict(parts, settings)
 
 
@@ -133,7 +128,7 @@ def _class(folder: Path) -> Any:
         module = _module(kind)
         if hasattr(module, str(named)):
             return getattr(module, str(named))
-    raise Unusable("the checkpoint names no processor that this version of transformers has")
+    raise Refused("cannot be read: the checkpoint names no processor that this version of transformers has")
 
 
 def _module(kind: str) -> Any:
@@ -152,8 +147,6 @@ def _module(kind: str) -> Any:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(ConfigError):
+        return read_json(file)
+    return {}

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from quire.frontend.images.base64_text import decode_base64
 from quire.frontend.images.fetch import Fetcher
 from quire.frontend.images.image_helper import MODULE, Hello, ImageHelper
 from quire.frontend.images.options import ImageOptions
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import ImageSource, StoredImage
+from quire.frontend.images.source import ImageSource, StoredImage, decode_base64
 from quire.frontend.images.store import ItemStore, remove_file
 from quire.protocol.errors import InvalidRequest, counted
 from quire.protocol.process.helper import HelperDied
@@ -153,7 +152,7 @@ class ImageReader:
         path = self._store.new_path()
         helper = self._idle.get()
         try:
-            return self._store.add_image(content, helper.prepare(data, path))
+            return self._store.add(helper.prepare(data, path), content)
         except BaseException:
             remove_file(path)
             raise

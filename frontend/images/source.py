@@ -1,8 +1,11 @@
 """Items of a prompt besides its tokens: where they come from, and what the front end has of them once they are read."""
 
+from binascii import a2b_base64
 from dataclasses import dataclass, field
 
 import msgspec
+
+from quire.frontend.images.refused import Refused
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,6 @@ class StoredImage(msgspec.Struct, frozen=True, eq=False, weakref=True, tag=True)
         expansion: text that takes the place of the placeholder.
         num_rows: positions in ``expansion`` that take a row of the image: tokens with the model's image token id.
         grid: patches in time, height and width, if the processor gives them.
-        width, height: pixels of the image as the client sent it, upright.
         num_bytes: size of the file.
     """
 
@@ -43,8 +45,6 @@ class StoredImage(msgspec.Struct, frozen=True, eq=False, weakref=True, tag=True)
     expansion: str
     num_rows: int
     grid: tuple[int, ...]
-    width: int
-    height: int
     num_bytes: int
 
 
@@ -63,3 +63,13 @@ class StoredRows:
     path: str
     num_rows: int
     num_bytes: int
+
+
+def decode_base64(text: str, max_bytes: int) -> bytes:
+    """Return the bytes of standard base64. Raises Refused: anything else, or too many of them."""
+    if len(text) > (max_bytes + 2) // 3 * 4:
+        raise Refused(f"must have at most {max_bytes} bytes (got about {len(text) * 3 // 4})")
+    try:
+        return a2b_base64(text, strict_mode=True)
+    except ValueError:
+        raise Refused("must have standard base64 with padding") from None

@@ -62,27 +62,23 @@ class ItemStore:
                 self._keep(found)
             return found
 
-    def add_image(self, content: bytes, made: StoredImage) -> StoredImage:
-        """Own the file of an image, and keep the image for a while. Return the stored image of these pixels."""
-        with self._lock:
-            stored = self._own(made)
-            self._by_content[content] = stored
-            self._keep(stored)
-            return stored
+    def add(self, made: Stored, content: bytes = b"") -> Stored:
+        """Own the file of an item. Return the stored item with its digest, which may be another one.
 
-    def add_rows(self, made: StoredRows) -> StoredRows:
-        """Own the file of given embeddings. Return the stored embeddings of this content."""
+        ``content``: hash of an image's file; the image is then kept for a while.
+        """
         with self._lock:
-            return self._own(made)
-
-    def _own(self, made: Stored) -> Stored:
-        found = self._stored.get(made.digest)
-        if isinstance(found, type(made)):
-            remove_file(made.path)
-            return found
-        self._stored[made.digest] = made
-        weakref.finalize(made, _remove_own, made.path, os.getpid())
-        return made
+            found = self._stored.get(made.digest)
+            if isinstance(found, type(made)):
+                remove_file(made.path)
+                made = found
+            else:
+                self._stored[made.digest] = made
+                weakref.finalize(made, _remove_own, made.path, os.getpid())
+            if isinstance(made, StoredImage):
+                self._by_content[content] = made
+                self._keep(made)
+            return made
 
     def _keep(self, image: StoredImage) -> None:
         self._kept[image.digest] = image

@@ -56,9 +56,7 @@ def image_source(part: Mapping[str, Any], where: str) -> ImageSource:
     kind = part["type"]
     if "source" in part:
         return _of_block(part["source"], f"{where}.source")
-    name = "image" if kind == "image" and "url" not in part else "url" if kind == "image" else kind
-    if kind == "input_image":
-        name = "image_url"
+    name = "url" if kind == "image" and "url" in part else "image_url" if kind == "input_image" else kind
     value, place = part.get(name), f"{where}.{name}"
     detail, holder = part.get("detail"), where
     if isinstance(value, Mapping):

@@ -83,16 +83,11 @@ class MessageForm:
             self._roles_of_parts[role] = False, True  # the trials have the content as it is
 
             def text_of(content: Any) -> str | None:
-                turns = json.loads(_TURNS.replace("ID", "quire0000"))[: 2 if role == "assistant" else 3]
-                if role in ("user", *INSTRUCTIONS):
-                    turns = [{"role": role, "content": content}]
-                    if role != "user":
-                        turns.append({"role": "user", "content": "-"})
-                elif role == "assistant":
-                    turns[-1] = {"role": role, "content": content}
-                else:
-                    turns = [_with_calls(turn, *self._calls) for turn in turns]
-                    turns[-1]["content"] = content
+                user, call, result = json.loads(_TURNS.replace("ID", "quire0000"))
+                tried = {"role": role, "content": content}
+                turns = [user, tried] if role == "assistant" else [tried, *[user] * (role in INSTRUCTIONS)]
+                if role == "tool":
+                    turns = [_with_calls(turn, *self._calls) for turn in (user, call, result | tried)]
                 return self._trial(turns, _VARIABLES)
 
             texts = [*map(text_of, (_TEXT, [_TEXT_PART], [_IMAGE_PART, _TEXT_PART]))]

@@ -140,13 +140,13 @@ def conversation_prompt(
     return replace(prompt, end=end, plain_spans=plain, items=items)
 
 
-def prompt_of_rows(rows: StoredRows, limits: ModelLimits, param: str) -> Prompt:
+def prompt_of_rows(rows: StoredRows, limits: ModelLimits) -> Prompt:
     """Return the prompt that consists of given embeddings. Its token ids are 0, which nothing reads.
 
     Raises:
         InvalidRequest: it is longer than the context.
     """
-    prompt = prompt_from_ids([0] * rows.num_rows, limits, param)
+    prompt = prompt_from_ids([0] * rows.num_rows, limits, "prompt_embeds")
     item = PlacedItem(rows, ((0, rows.num_rows),))
     return replace(prompt, plain_spans=((0, rows.num_rows),), items=(item,))
 

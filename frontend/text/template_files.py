@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from quire.frontend.text.template_helper import TemplateHelper
 from quire.protocol.errors import ConfigError
+from quire.protocol.model.config_fields import read_json
 
 
 def load_template(folder: Path, config: Mapping[str, Any], source: str) -> TemplateHelper | None:
@@ -26,7 +25,7 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
     if (path := folder / "chat_template.jinja").is_file():
         paths["default"] = path
     elif (path := folder / "chat_template.json").is_file():
-        where, config = path, _read_object(path)
+        where, config = path, read_json(path)
     named = {} if paths else _named(config.get("chat_template"), where)
     for name, path in paths.items():
         try:
@@ -44,13 +43,6 @@ def load_template(folder: Path, config: Mapping[str, Any], source: str) -> Templ
         default = f"{{% if tools is not none %}}{ends}{one}{ends}{{% else %}}{ends}{other}{ends}{{% endif %}}"
     names = "" if list(named) == ["default"] else f" ({', '.join(sorted(named))})"
     return TemplateHelper(default, variables, f"{paths.get('default', where)}{names}")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
-        raise ConfigError(f"{path}: cannot be read as a JSON object") from None
 
 
 def _named(value: Any, path: Path) -> dict[str, str]:

@@ -320,8 +320,6 @@ def _encoder_cache_tokens(options: EngineOptions, model: ModelConfig) -> int:
                 f"{model.architecture} reads text only: omit the flag"
             )
         return 0
-    if options.enable_prompt_embeds and not options.enable_chunked_prefill:
-        raise ConfigError("--enable-prompt-embeds needs --enable-chunked-prefill: omit one of the two flags")
     if wanted != 0 and not options.enable_chunked_prefill:
         raise ConfigError("images need --enable-chunked-prefill: for text only, set --encoder-cache-tokens 0")
     if wanted == 0 and options.enable_prompt_embeds:

@@ -129,7 +129,7 @@ class OfflineCalls:
             if self.rows is None:
                 text = "prompt_embeds are not supported: create the LLM with enable_prompt_embeds=True"
                 raise InvalidRequest(text, "prompt_embeds", "unsupported")
-            return prompt_of_rows(self.rows.keep("prompt_embeds", rows), self.client, "prompt_embeds")
+            return prompt_of_rows(self.rows.keep("prompt_embeds", rows), self.client)
         return encode_prompt(plain_prompt(prompt), self._text_in, self.client, add_special_tokens=add_special_tokens)
 
     def conversation(self, given: Any, options: ChatOptions) -> tuple[list[Message], ChatOptions]:

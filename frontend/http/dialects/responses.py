@@ -19,7 +19,6 @@ from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.http.stored.stored_response import StoredResponse
-from quire.frontend.images.source import StoredImage
 from quire.frontend.sessions.open_session import OpenSession, Piece
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
@@ -91,7 +90,7 @@ async def read_with_stored(
         ApiError, InvalidRequest: as ``parse``, ``parse_body`` and ``Peers.fetch``.
     """
     stored = StoredItems(own)
-    lookup = Lookup(stored.conversation, stored.chain, stored.item, stored.images)
+    lookup = Lookup(stored.response, stored.item)
     while True:
         try:
             return await server.texts.run(len(body), lambda: parse_body(body, lambda raw: parse(raw, lookup)))
@@ -117,16 +116,7 @@ class StoredItems:
         self._own = own
         self._fetched: dict[str, StoredResponse] = {}
 
-    def conversation(self, response_id: str) -> tuple[bytes, ...]:
-        return self._get(response_id).conversation
-
-    def images(self, response_id: str) -> tuple[StoredImage, ...]:
-        return self._get(response_id).images
-
-    def chain(self, response_id: str) -> str:
-        return self._get(response_id).chain or response_id
-
-    def _get(self, response_id: str) -> StoredResponse:
+    def response(self, response_id: str) -> StoredResponse:
         found = self._fetched.get(response_id) or self._own.get(response_id)
         if found is None:
             raise NotStored(not_stored(self._own, response_id, "previous_response_id"), response_id)

@@ -15,7 +15,7 @@ from quire.frontend.http.schema.bodies import Effort, Name
 from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.schema import ChatRequest, Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
-from quire.frontend.images.source import StoredImage
+from quire.frontend.http.stored.stored_response import StoredResponse
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.frontend.text.message_form import INSTRUCTIONS
@@ -129,16 +129,12 @@ class Lookup:
     """Access to what this client has stored. Both raise for an id that is not stored.
 
     Attributes:
-        conversation: the items up to the end of a response, as JSON.
-        chain: the id of the first response of the chain that ends with a response.
+        response: one response.
         item: one output item, as JSON.
-        images: those of the items up to the end of a response, or none of them.
     """
 
-    conversation: Callable[[str], tuple[bytes, ...]]
-    chain: Callable[[str], str]
+    response: Callable[[str], StoredResponse]
     item: Callable[[str, str], bytes]
-    images: Callable[[str], tuple[StoredImage, ...]]
 
 
 def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
@@ -151,9 +147,10 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
     ignored = Ignored(parser.unknown_fields)
     body = read(ResponsesBody, raw, besides=(*PASSED_FIELDS, "stop"), ignored=ignored)
     _check_supported(body)
-    previous = body.previous_response_id
-    before = () if previous is None else lookup.conversation(previous)
-    chain = "" if previous is None else lookup.chain(previous)
+    previous_id = body.previous_response_id
+    previous = None if previous_id is None else lookup.response(previous_id)
+    before = () if previous is None else previous.conversation
+    chain = "" if previous is None else previous.chain or previous_id or ""
     own = _own_items(body, before, lookup)
     items = [*(msgspec.json.decode(item) for item in before), *own]
     if len(items) > MAX_MESSAGES:
@@ -180,7 +177,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         parsed = enforce_grammars(parser.chat(chat), tools, ignored)
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
-    parsed.options.images.stored += () if previous is None else lookup.images(previous)
+    parsed.options.images.stored += () if previous is None else previous.images
     names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
     terms = replace(parsed.terms, job=parsed.terms.job.or_by("response", chain))
     parsed = replace(parsed, ignored=names, terms=terms)

@@ -56,7 +56,7 @@ def joined_text(content: Any, where: str, kinds: Collection[str] = ("text",)) ->
 
 def joined_parts(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str | list[Any]:
     """Return the content of a message of chat: as ``joined_text``, or a list if it has images."""
-    if not isinstance(content, list) or not any(map(is_image, content)):
+    if not isinstance(content, list):
         return joined_text(content, where, kinds)
     places = [(part, f"{where}[{i}]") for i, part in enumerate(content)]
     return joined([PartAt(at, part) if is_image(part) else _text(part, at, kinds) for part, at in places])

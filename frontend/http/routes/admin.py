@@ -31,23 +31,25 @@ async def resume(server: Server, request: Request) -> Response:
 
 async def reset_prefix_cache(server: Server, request: Request) -> Response:
     """Drop all cached contents, or refuse with 409 while requests hold KV blocks."""
-    await query_parameters(request)
-    before = await _control(server, "statistics")
-    after = await _control(server, "reset_prefix_cache")
-    if not after.done:
-        text = f"{after.num_running} requests hold KV blocks: pause with mode=wait, and retry when none is running"
-        raise ApiError(409, text, None, "requests_running")
+    before = await _reset(server, request, "reset_prefix_cache", "hold KV blocks")
     return json_response({"dropped_blocks": before.num_cached_blocks})
 
 
 async def reset_encoder_cache(server: Server, request: Request) -> Response:
     """Drop the rows of all images, or refuse with 409 while requests need any."""
+    before = await _reset(server, request, "reset_encoder_cache", "need rows of the encoder cache")
+    return json_response({"dropped_tokens": before.num_encoder_cache_tokens})
+
+
+async def _reset(server: Server, request: Request, kind: str, using: str) -> Statistics:
+    """Reset a cache, and return the statistics before. ``using``: what requests do that prevent it."""
     await query_parameters(request)
     before = await _control(server, "statistics")
-    if not (await _control(server, "reset_encoder_cache")).done:
-        text = "requests need rows of the encoder cache: pause with mode=wait, and retry when none is running"
+    after = await _control(server, kind)
+    if not after.done:
+        text = f"{after.num_running} requests {using}: pause with mode=wait, and retry when none is running"
         raise ApiError(409, text, None, "requests_running")
-    return json_response({"dropped_tokens": before.num_encoder_cache_tokens})
+    return before
 
 
 async def engine_state(server: Server, request: Request) -> Response:

@@ -21,7 +21,7 @@ from quire.frontend.http.routes.formatter import (
 )
 from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
-from quire.frontend.http.schema.schema import CompletionRequest, GivenEmbeddings
+from quire.frontend.http.schema.schema import CompletionRequest, GivenPrompt
 from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob, logprob_by_id
@@ -83,12 +83,10 @@ async def completions(server: Server, request: Request) -> ASGIApp:
         found = begin_piece(server, request, parsed.session, is_chat=False)
         special = special and not found.tokens
     given = parsed.prompts if found is None else [prompt for prompt in parsed.prompts if prompt]
-    rows = server.settings.rows
 
-    def encode(prompt: str | list[int] | GivenEmbeddings) -> Prompt:
-        if isinstance(prompt, GivenEmbeddings):
-            assert rows is not None  # the parser refuses it otherwise
-            return prompt_of_rows(rows.read(prompt.where, prompt.value), server.engine, prompt.where)
+    def encode(prompt: GivenPrompt) -> Prompt:
+        if callable(prompt):
+            return prompt_of_rows(prompt(), server.engine)
         return encode_prompt(prompt, server.text_in, server.engine, add_special_tokens=special)
 
     prompts = await server.texts.run(len(body), lambda: [encode(each) for each in given])

@@ -3,8 +3,9 @@
 To add a field: a line in ``bodies.py`` and, if the field has an effect, its step in Parser.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +29,8 @@ from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.sampling_fields import ALIASES, constraint, has_alias, sampling_objects
 from quire.frontend.http.schema.tools import ToolUse, answer_or_calls, parse_tools
 from quire.frontend.http.schema.unknown_fields import Ignored, UnknownFields
+from quire.frontend.images.given_rows import RowsReader
+from quire.frontend.images.source import StoredRows
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
@@ -72,12 +75,8 @@ class CommonRequest:
     terms: Terms = NO_TERMS
 
 
-@dataclass(frozen=True, slots=True)
-class GivenEmbeddings:
-    """A prompt given as embeddings, which are not decoded yet. ``where``: its field."""
-
-    where: str
-    value: Any
+GivenPrompt = str | list[int] | Callable[[], StoredRows]
+"""Text, token ids, or what reads given embeddings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class CompletionRequest(CommonRequest):
     ``hides_logprobs``: log probabilities serve only to find the best choices, and are left out of the response.
     """
 
-    prompts: Sequence[str | list[int] | GivenEmbeddings]
+    prompts: Sequence[GivenPrompt]
     echo: bool
     add_special_tokens: bool
     hides_logprobs: bool
@@ -128,7 +127,7 @@ class Parser:
         defaults: the model's sampling parameters, for fields that a request leaves out.
         writer: how the model writes calls, if that is known.
         reads_images: messages may have images.
-        takes_embeddings: prompts may be embeddings.
+        rows: reads prompts given as embeddings; None: they are refused.
     """
 
     served_names: Sequence[str]
@@ -139,7 +138,7 @@ class Parser:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     writer: AnswerWriter | None = None
     reads_images: bool = False
-    takes_embeddings: bool = False
+    rows: RowsReader | None = None
 
     def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
         ignored = Ignored(self.unknown_fields)
@@ -161,23 +160,23 @@ class Parser:
             hides_logprobs=hides_logprobs,
         )
 
-    def _prompts(self, body: CompletionBody) -> Sequence[str | list[int] | GivenEmbeddings]:
+    def _prompts(self, body: CompletionBody) -> Sequence[GivenPrompt]:
         name, value = "prompt_embeds", body.prompt_embeds
         if value is None:
             if body.prompt is None:
                 raise InvalidRequest("prompt is required", "prompt", "missing_required_parameter")
             return split_prompts(body.prompt) if body.session is None else [_one_prompt(body.prompt)]
-        if not self.takes_embeddings:
+        if self.rows is None:
             text = f"{name} is not supported: the server must be started with --enable-prompt-embeds"
             raise InvalidRequest(text, name, "unsupported")
         for other in ("prompt", "session", "echo"):  # nothing has the text of embeddings
             if getattr(body, other):
                 raise InvalidRequest(f"{name} cannot be combined with {other}", name, "unsupported_value")
         if not isinstance(value, list):
-            return [GivenEmbeddings(name, value)]
+            return [partial(self.rows.read, name, value)]
         if not 1 <= len(value) <= MAX_PROMPTS:
             raise InvalidRequest(f"{name} must hold 1 to {MAX_PROMPTS} prompts (got {len(value)})", name)
-        return [GivenEmbeddings(f"{name}[{i}]", each) for i, each in enumerate(value)]
+        return [partial(self.rows.read, f"{name}[{i}]", each) for i, each in enumerate(value)]
 
     def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
         ignored = Ignored(self.unknown_fields)

@@ -173,7 +173,7 @@ class Server:
             unknown_fields=UnknownFields(settings.unknown_fields),
             writer=None if settings.answer_format is None else settings.answer_format.writer,
             reads_images=settings.images is not None,
-            takes_embeddings=settings.rows is not None,
+            rows=settings.rows,
         )
         self.capabilities = settings.capabilities
         self.metrics = Metrics(settings.served_model_names[0], settings.metrics)

@@ -58,8 +58,6 @@ def test_token_ids(family: Callable[[], tuple[Any, str, str]], tmp_path: Path) -
             expansion=expansion,
             num_rows=expansion.count(row_token),
             grid=(),
-            width=image.width,
-            height=image.height,
             num_bytes=0,
         )
 

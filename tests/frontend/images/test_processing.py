@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from quire.frontend.images.options import ImageOptions
 from quire.frontend.images.reader import ImageReader
+from quire.frontend.images.refused import Refused
 from quire.frontend.images.source import ImageSource
 from quire.frontend.images.store import ItemStore
 from quire.protocol.errors import InvalidRequest
@@ -93,11 +94,11 @@ BAD_SETTINGS = (
 @pytest.mark.parametrize("content", BAD_SETTINGS)
 def test_processors_that_cannot_be_used(content: str | None, tmp_path: Path) -> None:
     """No code of a checkpoint is executed, and the reason is one line without a path."""
-    from quire.frontend.images.processing import Processor, Unusable
+    from quire.frontend.images.processing import Processor
 
     if content is not None:
         (tmp_path / "preprocessor_config.json").write_text(content)
-    with pytest.raises(Unusable, match=r"^the checkpoint") as caught:
+    with pytest.raises(Refused, match=r"^cannot be read: the checkpoint") as caught:
         Processor(tmp_path, 7)
     assert str(tmp_path) not in str(caught.value) and "\n" not in str(caught.value)
 

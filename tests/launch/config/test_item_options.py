@@ -53,7 +53,11 @@ def test_models_with_images_name_missing_packages_and_both_ways_out(
         (False, {"encoder_cache_tokens": 64}, "--encoder-cache-tokens 64 needs a model that reads images"),
         (True, {"encoder_cache_tokens": -1}, "--encoder-cache-tokens must be from 0 to"),
         (True, {"enable_chunked_prefill": False}, "images need --enable-chunked-prefill: for text only, set"),
-        (False, {"enable_prompt_embeds": True, "enable_chunked_prefill": False}, "omit one of the two flags"),
+        (
+            False,
+            {"enable_prompt_embeds": True, "enable_chunked_prefill": False},
+            "--enable-prompt-embeds needs --enable-chunked-prefill",
+        ),
         (False, {"enable_prompt_embeds": True, "encoder_cache_tokens": 0}, "of at least 1 .got 0.: omit that flag"),
     ],
 )

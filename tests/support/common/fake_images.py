@@ -45,8 +45,6 @@ class FakeReader:
             expansion=expansion,
             num_rows=num_rows,
             grid=(1, num_rows, 1),
-            width=9,
-            height=9,
             num_bytes=1000,
         )
 

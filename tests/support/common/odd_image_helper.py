@@ -46,7 +46,7 @@ class OddProcessor:
         content = save({"pixel_values": np.asarray(image)})
         Path(path).write_bytes(content)
         digest = hashlib.sha256(content).digest()
-        return StoredImage(digest, path, "<image>", "<image>" * 3, 3, (), *image.size, len(content))
+        return StoredImage(digest, path, "<image>", "<image>" * 3, 3, (), len(content))
 
 
 def make(hello: bytes) -> tuple[bytes, Answer | None]:

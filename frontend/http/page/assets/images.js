@@ -24,14 +24,10 @@ function setAttached(images) {
   }));
 }
 
-function dataUrl(file) {
-  return new Promise((done, failed) => {
-    const reader = new FileReader();
-    reader.onload = () => done(reader.result);
-    reader.onerror = () => failed(reader.error);
-    reader.readAsDataURL(file);
-  });
-}
+const dataUrl = (file) => new Promise((onload, onerror) => {
+  const reader = Object.assign(new FileReader(), { onload: () => onload(reader.result), onerror });
+  reader.readAsDataURL(file);
+});
 
 /** Attach the images among some files. */
 async function attach(files) {
