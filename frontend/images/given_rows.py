@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +48,12 @@ class RowsReader:
         """
         most = self._max_rows * self._hidden_size * 4 + MAX_HEADER_BYTES
         try:
-            if isinstance(value, str):
-                return self._store_rows(*_of_file(decode_base64(value, most)))
-            if isinstance(value, dict) and value.keys() == {"dtype", "shape", "data"}:
-                data = value["data"]
-                if not isinstance(data, str):
-                    raise Refused(f"must have data in base64 (got {printable(data)})")
-                return self._store_rows(value["dtype"], value["shape"], decode_base64(data, most))
-            raise Refused("must be base64 of a safetensors file, or an object with dtype, shape and data")
+            match value:
+                case str():
+                    return self._store_rows(*_of_file(decode_base64(value, most)))
+                case {"dtype": dtype, "shape": shape, "data": str(data), **others} if not others:
+                    return self._store_rows(dtype, shape, decode_base64(data, most))
+            raise Refused("must be base64 of a safetensors file, or an object with dtype, shape and data in base64")
         except Refused as refused:
             raise refused.about(where) from None
 
@@ -76,7 +73,7 @@ class RowsReader:
         if not are_sizes or shape[1] != self._hidden_size or not 1 <= shape[0] <= self._max_rows:
             allowed = f"[n, {self._hidden_size}] with n from 1 to {self._max_rows}"
             raise Refused(f"must have the shape {allowed} (got {printable(shape)})")
-        if len(data) != (size := prod(shape) * integer.itemsize):
+        if len(data) != (size := shape[0] * shape[1] * integer.itemsize):
             raise Refused(f"must have {size} bytes of data for its shape (got {len(data)})")
         if ((np.frombuffer(data, integer) & exponent) == exponent).any():
             raise Refused("must have finite values (got an infinity or NaN)")

@@ -128,11 +128,10 @@ class Piece:
         """Add tokens of the answer; the session gets them, and the piece, with a finish reason of KEPT_REASONS."""
         self._answer += token_ids
         if finish_reason in KEPT_REASONS:
-            session = self._session
-            tokens = self.token_ids.tobytes() + np.array(self._answer, np.int32).tobytes()
-            num_new_bytes = sum(item.content.num_bytes for item in self.items[len(session.items) :])
-            self._num_bytes = len(tokens) - len(session.tokens) + num_new_bytes
-            session.tokens, session.items = tokens, self.items
+            session, num_before = self._session, self._session.num_bytes
+            session.tokens = self.token_ids.tobytes() + np.array(self._answer, np.int32).tobytes()
+            session.items = self.items
+            self._num_bytes = session.num_bytes - num_before
             session.num_pieces += 1
             is_answered = bool(self._answer) and self._end != TEXT
             session.end = ANSWER if is_answered else self._end

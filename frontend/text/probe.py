@@ -118,15 +118,13 @@ def probe(text_in: TextIn, form: AnswerFormat | None) -> Probe:
 
 def _render(text_in: TextIn, messages: list[Message], has_tools: bool) -> str:
     options = ChatOptions(tools=_TOOLS if has_tools else None)
-    return text_in.render_chat(check_messages(messages), options, _MAX_TOKENS)
+    return text_in.render_chat(check_messages(messages, images=[]), options, _MAX_TOKENS)
 
 
 def _writes_images(text_in: TextIn) -> bool:
+    contents = _USER["content"], [{"type": "image", "image": "data:,"}, *_USER["content"]]
     try:
-        plain, shown = (
-            text_in.render_chat(check_messages([{**_USER, "content": content}], images=[]), ChatOptions(), _MAX_TOKENS)
-            for content in (_USER["content"], [{"type": "image", "image": "data:,"}, *_USER["content"]])
-        )
+        plain, shown = (_render(text_in, [{**_USER, "content": content}], False) for content in contents)
     except InvalidRequest:
         return False
     return plain != shown and not PRINTED_PART.search(shown)

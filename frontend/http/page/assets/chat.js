@@ -36,7 +36,7 @@ async function loadModels() {
     return showError(response.status === 401 && !key ? "" : await refusal(response));
   }
   const models = (await response.json()).data, names = models.map((model) => model.id);
-  allowImages(models[0].input_modalities.includes("image"));
+  byId("attach").hidden = !models[0].input_modalities.includes("image");
   byId("models").replaceChildren(...names.map((name) => new Option(name, name)));
   byId("model").textContent = names[0];
   byId("login").hidden = true;

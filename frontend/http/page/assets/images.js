@@ -1,12 +1,6 @@
 // The images of the next message: chosen, dropped or pasted. They are data URLs of this page until they are sent.
 
-let readsImages = false;
 let attached = []; // { name, url }
-
-function allowImages(is) {
-  readsImages = is;
-  byId("attach").hidden = !is;
-}
 
 /** Return an image as an element. */
 const picture = ({ name, url }) => Object.assign(element("img.picture"), { src: url, alt: name });
@@ -42,7 +36,7 @@ async function attach(files) {
 
 /** Take files from an event with a `transfer` of data, such as a drop, in place of what the browser would do. */
 function takeFiles(event, transfer) {
-  if (!readsImages || !transfer.types.includes("Files")) return;
+  if (byId("attach").hidden || !transfer.types.includes("Files")) return;
   event.preventDefault();
   attach(transfer.files);
 }
