@@ -124,7 +124,7 @@ def test_probes_ask_health_and_ready(pod: dict[str, Any]) -> None:
     container = pod["containers"][0]
     paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert paths == {"startupProbe": "/health", "livenessProbe": "/health", "readinessProbe": "/ready"}
-    assert {path for _, path, _ in ROUTES} >= HEALTH_ROUTES
+    assert {row.path for row in ROUTES} >= HEALTH_ROUTES
     assert "127.0.0.1:8000/health'" in (DEPLOY / "Dockerfile").read_text()
 
 

@@ -1,6 +1,5 @@
 """The route table and the ASGI application."""
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,7 +14,9 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message
 
 from quire.frontend.engine.client import EngineClient
+from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS
 from quire.frontend.http.dialects.messages import count_message_tokens, create_message
+from quire.frontend.http.dialects.messages_body import MessagesBody
 from quire.frontend.http.dialects.ollama.routes import ROUTES as OLLAMA_ROUTES
 from quire.frontend.http.dialects.responses import (
     STORED_PATH,
@@ -24,25 +25,32 @@ from quire.frontend.http.dialects.responses import (
     show_stored,
 )
 from quire.frontend.http.dialects.responses_background import cancel_response, continue_responses, stored_response
+from quire.frontend.http.dialects.responses_body import BESIDES_BODY, ResponsesBody
 from quire.frontend.http.dialects.responses_compact import compact
 from quire.frontend.http.dialects.responses_socket import responses
+from quire.frontend.http.page.docs_page import show_docs
+from quire.frontend.http.page.openapi import with_description
 from quire.frontend.http.page.page import show_page
 from quire.frontend.http.routes.admin import engine_state, pause, reset_encoder_cache, reset_prefix_cache, resume
 from quire.frontend.http.routes.chat import chat_completions
 from quire.frontend.http.routes.completions import completions
 from quire.frontend.http.routes.fleet_admin import give_order, list_engines
 from quire.frontend.http.routes.fork import fork
-from quire.frontend.http.routes.load_adapters import PATHS, load_adapter, unload_adapter
+from quire.frontend.http.routes.load_adapters import PATHS, LoadBody, UnloadBody, load_adapter, unload_adapter
 from quire.frontend.http.routes.models import list_models, show_model
 from quire.frontend.http.routes.pooling.routes import classify, embeddings, pooling, rerank, score
 from quire.frontend.http.routes.sessions import open_session, session
 from quire.frontend.http.routes.tokens import detokenize, tokenize, tokenizer_info
+from quire.frontend.http.schema.bodies import ChatBody, CompletionBody, DetokenizeBody, ForkBody, TokenizeBody
 from quire.frontend.http.schema.errors import ApiError, shorten
+from quire.frontend.http.schema.pooling_bodies import ClassificationBody, EmbeddingBody, RerankBody, ScoreBody
+from quire.frontend.http.schema.schema import READ_ELSEWHERE
 from quire.frontend.http.serving.access_log import AccessLog
 from quire.frontend.http.serving.body import json_response, read_body
 from quire.frontend.http.serving.gate import Gate
 from quire.frontend.http.serving.origins import CORS_EXPOSED_HEADERS, CORS_METHODS, OriginGuard
 from quire.frontend.http.serving.request_heads import RootPath
+from quire.frontend.http.serving.row import Handler, Row
 from quire.frontend.http.serving.server import Server, ServerSettings
 from quire.protocol.process.fleet_orders import ORDERS
 
@@ -54,8 +62,6 @@ class _ResponseId(StringConvertor):
 
 
 register_url_convertor("response", _ResponseId())
-
-Handler = Callable[[Server, Request], Awaitable[ASGIApp]]
 
 
 async def health(server: Server, request: Request) -> Response:
@@ -84,51 +90,52 @@ async def metrics(server: Server, request: Request) -> Response:
     return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/", show_page),
-    ("GET", "/v1/models", list_models),
-    ("GET", "/v1/models/{name:path}", show_model),
-    ("POST", "/v1/completions", completions),
-    ("POST", "/v1/chat/completions", chat_completions),
-    ("POST", "/v1/messages", create_message),
-    ("POST", "/v1/messages/count_tokens", count_message_tokens),
-    ("GET POST", "/v1/responses", responses),
-    ("POST", "/v1/responses/input_tokens", count_input_tokens),
-    ("POST", "/v1/responses/compact", compact),
-    ("GET DELETE", "/v1/responses/{id:response}", stored_response),
-    ("GET", "/v1/responses/{id:response}/input_items", list_input_items),
-    ("POST", "/v1/responses/{id:response}/cancel", cancel_response),
+ROUTES = (
+    Row("GET", "/", show_page),
+    Row("GET", "/docs", show_docs),
+    Row("GET", "/v1/models", list_models),
+    Row("GET", "/v1/models/{name:path}", show_model),
+    Row("POST", "/v1/completions", completions, CompletionBody, READ_ELSEWHERE),
+    Row("POST", "/v1/chat/completions", chat_completions, ChatBody, READ_ELSEWHERE),
+    Row("POST", "/v1/messages", create_message, MessagesBody, PASSED_FIELDS),
+    Row("POST", "/v1/messages/count_tokens", count_message_tokens, MessagesBody, PASSED_FIELDS),
+    Row("GET POST", "/v1/responses", responses, ResponsesBody, BESIDES_BODY),
+    Row("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesBody, BESIDES_BODY),
+    Row("POST", "/v1/responses/compact", compact, ResponsesBody, BESIDES_BODY),
+    Row("GET DELETE", "/v1/responses/{id:response}", stored_response, query=("stream", "starting_after")),
+    Row("GET", "/v1/responses/{id:response}/input_items", list_input_items, query=("order",)),
+    Row("POST", "/v1/responses/{id:response}/cancel", cancel_response),
     *OLLAMA_ROUTES,
-    ("POST", "/v1/requests/{id:path}/fork", fork),
-    ("POST", "/v1/sessions", open_session),
-    ("GET DELETE", "/v1/sessions/{id}", session),
-    ("POST", "/v1/embeddings", embeddings),
-    *(("POST", path, rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-    *(("POST", path, score) for path in ("/score", "/v1/score")),
-    *(("POST", path, classify) for path in ("/classify", "/v1/classify")),
-    ("POST", "/pooling", pooling),
-    ("POST", "/tokenize", tokenize),
-    ("POST", "/detokenize", detokenize),
-    ("GET", "/tokenizer_info", tokenizer_info),
-    ("GET", "/health", health),
-    ("GET", "/ready", ready),
-    ("GET", "/version", version),
-    ("GET", "/metrics", metrics),
+    Row("POST", "/v1/requests/{id:path}/fork", fork, ForkBody),
+    Row("POST", "/v1/sessions", open_session),
+    Row("GET DELETE", "/v1/sessions/{id}", session),
+    Row("POST", "/v1/embeddings", embeddings, EmbeddingBody),
+    *(Row("POST", path, rerank, RerankBody) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+    *(Row("POST", path, score, ScoreBody) for path in ("/score", "/v1/score")),
+    *(Row("POST", path, classify, ClassificationBody) for path in ("/classify", "/v1/classify")),
+    Row("POST", "/pooling", pooling, EmbeddingBody),
+    Row("POST", "/tokenize", tokenize, TokenizeBody),
+    Row("POST", "/detokenize", detokenize, DetokenizeBody),
+    Row("GET", "/tokenizer_info", tokenizer_info),
+    Row("GET", "/health", health),
+    Row("GET", "/ready", ready),
+    Row("GET", "/version", version),
+    Row("GET", "/metrics", metrics),
 )
 # Routes that exist only with administrator's keys, all below gate.ADMIN_PATH.
-ADMIN_ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/admin/pause", pause),
-    ("POST", "/admin/resume", resume),
-    ("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
-    ("POST", "/admin/reset_encoder_cache", reset_encoder_cache),
-    ("GET", "/admin/state", engine_state),
-    ("GET", "/admin/engines", list_engines),
-    *(("POST", f"/admin/engines/{order}", give_order(order)) for order in ORDERS),
+ADMIN_ROUTES = (
+    Row("POST", "/admin/pause", pause, query=("mode",)),
+    Row("POST", "/admin/resume", resume),
+    Row("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
+    Row("POST", "/admin/reset_encoder_cache", reset_encoder_cache),
+    Row("GET", "/admin/state", engine_state),
+    Row("GET", "/admin/engines", list_engines),
+    *(Row("POST", f"/admin/engines/{order}", give_order(order), query=("engine",)) for order in ORDERS),
 )
 # Routes that need adapters, too.
-ADAPTER_ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", PATHS[0], load_adapter),
-    ("POST", PATHS[1], unload_adapter),
+ADAPTER_ROUTES = (
+    Row("POST", PATHS[0], load_adapter, LoadBody),
+    Row("POST", PATHS[1], unload_adapter, UnloadBody),
 )
 
 
@@ -138,10 +145,9 @@ def make_app(engine: EngineClient, settings: ServerSettings) -> Starlette:
     routes = ROUTES
     if settings.admin_api_keys:
         routes += ADMIN_ROUTES + (ADAPTER_ROUTES if settings.adapters is not None else ())
+    rows = with_description(routes)
     app = Starlette(
-        routes=[
-            Route(path, partial(_answer, server, handler), methods=methods.split()) for methods, path, handler in routes
-        ],
+        routes=[Route(row.path, partial(_answer, server, row.handler), methods=row.methods.split()) for row in rows],
         middleware=_middleware(settings),
         exception_handlers={HTTPException: _routing_error},
     )

@@ -22,7 +22,7 @@ KEYS = ("first-key", "zweiter-schlüssel", "third key")
 CLOSE = "connection: close"
 # Per route: allowed methods, and the status for an authorized request without a body.
 EXPECTED = {
-    "/": ({"GET", "HEAD"}, 200),
+    **dict.fromkeys(("/", "/docs", "/openapi.json"), ({"GET", "HEAD"}, 200)),
     "/v1/models": ({"GET", "HEAD"}, 200),
     "/v1/models/{name:path}": ({"GET", "HEAD"}, 200),
     "/v1/completions": ({"POST"}, 400),
@@ -35,6 +35,8 @@ EXPECTED = {
     "/v1/responses/{id:response}": ({"GET", "HEAD", "DELETE"}, 404),
     "/v1/responses/{id:response}/input_items": ({"GET", "HEAD"}, 404),
     "/v1/responses/{id:response}/cancel": ({"POST"}, 404),
+    **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"), ({"POST"}, 400)),
+    **dict.fromkeys(("/api/tags", "/api/ps", "/api/version"), ({"GET", "HEAD"}, 200)),
     "/v1/requests/{id:path}/fork": ({"POST"}, 400),
     "/v1/sessions": ({"POST"}, 200),
     "/v1/sessions/{id}": ({"GET", "HEAD", "DELETE"}, 404),
@@ -50,7 +52,7 @@ EXPECTED = {
 }
 # GET of this path begins a web socket; the ordinary request is a POST.
 SOCKET_PATH, UPGRADE_REQUIRED = "/v1/responses", 426
-OPEN = {"/", "/health", "/ready", "/metrics"}
+OPEN = {"/", "/docs", "/openapi.json", "/health", "/ready", "/metrics"}
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "M-SEARCH")
 WRONG_KEYS = (
     *("Bearer wrong", "first-key", "Basic first-key", "Bearer", "Bearer ", "", "Bearer first-key2", "Bearer first-ke"),
@@ -100,7 +102,8 @@ def ask(front_end: FrontEnd, method: str, path: str, *headers: str) -> tuple[int
     if method == "HEAD":
         assert body == b""
     elif status >= 400:
-        message = json.loads(body)["error"]["message"]
+        error = json.loads(body)["error"]
+        message = error if path.startswith("/api/") else error["message"]
         assert INTERNALS.search(message) is None and message.isprintable()
     return status, answer
 
@@ -127,7 +130,7 @@ ADMINISTRATION = (
     *("/pause", "/resume", "/sleep", "/wake_up", "/shutdown", "/abort", "/reset_prefix_cache", "/flush_cache"),
     *("/start_profile", "/stop_profile", "/update_weights", "/update_weights_from_disk", "/collective_rpc"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/is_sleeping", "/get_server_info", "/server_info"),
-    *("/set_internal_state", "/release_memory_occupation", "/docs", "/redoc", "/openapi.json", "/debug", "/admin"),
+    *("/set_internal_state", "/release_memory_occupation", "/redoc", "/debug", "/admin"),
     *("/v1/files", "/v1/images/generations", "/config", "/dump", "/trace", "/reload", "/env"),
 )
 

@@ -220,7 +220,8 @@ def _as_json(body: bytes) -> Response:
 
 
 def _as_events(events: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(events, headers={name.decode(): value.decode() for name, value in HEADERS})
+    headers = {name.decode(): value.decode() for name, value in HEADERS}
+    return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
 async def _joined(events: Sequence[bytes]) -> AsyncIterator[bytes]:

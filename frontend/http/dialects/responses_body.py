@@ -29,6 +29,8 @@ UNSUPPORTED = {
 UNSET_OF_FUNCTION = {"description": None, "parameters": None, "strict": None}
 """Fields that clients expect of each function that a response repeats."""
 LOGPROBS, SEALED_THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
+BESIDES_BODY = (*PASSED_FIELDS, "stop")
+"""Fields beside those of ResponsesBody."""
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     r"response_format\.json_schema": "text.format",
@@ -145,7 +147,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         ApiError: an id is not stored.
     """
     ignored = Ignored(parser.unknown_fields)
-    body = read(ResponsesBody, raw, besides=(*PASSED_FIELDS, "stop"), ignored=ignored)
+    body = read(ResponsesBody, raw, besides=BESIDES_BODY, ignored=ignored)
     _check_supported(body)
     previous_id = body.previous_response_id
     previous = None if previous_id is None else lookup.response(previous_id)

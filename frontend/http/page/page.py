@@ -13,16 +13,16 @@ SCRIPTS = ("metrics.js", "figures.js", "admin.js", "markdown.js", "images.js", "
 """In order: each script uses the previous ones."""
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
-STYLE = _asset("page.css")
-LICENCES = "/*\n" + _asset("vendor/LICENSE") + _asset("vendor/LICENSE.bundled") + "*/\n"
-LIBRARY = _asset("vendor/markdown-it.umd.min.js").partition("//# sourceMappingURL")[0]  # there is no map here
+STYLE = asset("page.css")
+LICENCES = "/*\n" + asset("vendor/LICENSE") + asset("vendor/LICENSE.bundled") + "*/\n"
+LIBRARY = asset("vendor/markdown-it.umd.min.js").partition("//# sourceMappingURL")[0]  # there is no map here
 # One scope for all files, so that the page defines no global names of its own.
-SCRIPT = LICENCES + LIBRARY + '"use strict";\n(() => {\n' + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
-PAGE = _asset("page.html").replace("{{style}}", STYLE).replace("{{script}}", SCRIPT).encode()
+SCRIPT = LICENCES + LIBRARY + '"use strict";\n(() => {\n' + "\n".join(asset(name) for name in SCRIPTS) + "\n})();\n"
+PAGE = asset("page.html").replace("{{style}}", STYLE).replace("{{script}}", SCRIPT).encode()
 HEADERS = {
     # Only this script and this style may run, never text of a model. The script may send requests to this server only,
     # and set no HTML.

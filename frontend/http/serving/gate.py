@@ -13,8 +13,8 @@ from quire.frontend.http.serving.body_budget import BodyBudget, HeldBytes
 from quire.frontend.http.serving.socket_protocol import CLIENT, TOO_MANY_CONNECTIONS
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/metrics"))
-KEYLESS_PATHS = OPEN_PATHS | {"/"}
-"""Paths without a check of API keys. The page is the same for all, and asks for a key itself."""
+KEYLESS_PATHS = OPEN_PATHS | {"/", "/docs", "/openapi.json"}
+"""Paths without a check of API keys. The pages are the same for all, and ask for a key themselves."""
 ADMIN_PATH = "/admin/"
 """The paths that begin with it need a key of their own, and do not exist without one."""
 REQUESTS_PATH = "/v1/requests/"

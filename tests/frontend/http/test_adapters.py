@@ -27,7 +27,7 @@ from quire.protocol.wire.front_end_messages import EndReason, Statistics
 ADMIN = {"authorization": "Bearer admin"}
 USER = {"authorization": "Bearer user"}
 MESSAGES = [{"role": "user", "content": "hello"}]
-LOAD, UNLOAD = (path for _, path, _ in ADAPTER_ROUTES)
+LOAD, UNLOAD = (row.path for row in ADAPTER_ROUTES)
 
 
 @pytest.fixture

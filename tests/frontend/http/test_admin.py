@@ -15,7 +15,7 @@ from quire.launch.config.api_keys import read_admin_keys
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.front_end_messages import EndReason, Histogram, RequestState, Statistics, TenantState
 
-PATHS = [(methods.split()[0], path) for methods, path, _ in ADMIN_ROUTES]
+PATHS = [(row.methods, row.path) for row in ADMIN_ROUTES]
 ADMIN = {"authorization": "Bearer admin"}
 
 

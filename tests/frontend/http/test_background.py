@@ -142,6 +142,7 @@ def test_events_from_any_number(front_end: Any, finish: Callable[[Awaitable[None
         for after in (0, 4, len(streamed) - 1):
             answer = await front.client.get(f"/v1/responses/{response['id']}?stream=true&starting_after={after}")
             assert events(answer.text) == streamed[after + 1 :]
+            assert answer.headers["content-type"].startswith("text/event-stream")
         for wrong in ("-2", "x", "9" * 20):
             refused = await front.get(response["id"], stream="true", starting_after=wrong, status=400)
             assert refused["error"]["param"] == "starting_after"

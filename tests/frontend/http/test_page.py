@@ -71,7 +71,7 @@ def test_the_vendored_parser_is_unchanged_and_its_licences_are_in_the_page() -> 
 def test_the_script_uses_routes_metrics_and_elements_that_exist() -> None:
     paths = re.findall(r'fetch\("([^"]+)"', OWN)
     assert len(paths) == OWN.count("fetch(") == 5
-    assert {f"/{path}" for path in paths} <= {path for _, path, _ in ROUTES + ADMIN_ROUTES}  # relative, for --root-path
+    assert {f"/{path}" for path in paths} <= {row.path for row in ROUTES + ADMIN_ROUTES}  # relative, for --root-path
     exported = {name.removeprefix("quire:") for name in exported_labels("quire")}
     named = re.findall(r'"(\w+_(?:total|seconds|perc|running|waiting|blocks|by_reason))"', OWN)
     assert len(set(named)) > 20
@@ -89,3 +89,15 @@ def test_each_control_has_a_name() -> None:
     assert set(re.findall(r'aria-(?:labelledby|describedby)="([\w-]+)"', MARKUP)) <= set(
         re.findall(r'id="([\w-]+)"', MARKUP)
     )
+
+
+def test_the_page_of_the_routes_runs_its_own_script_and_needs_no_key(keyed: Any) -> None:
+    answer = keyed.get("/docs")
+    (script,) = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy["script-src"] == source_of(script) and policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'" and policy["frame-ancestors"] == "'none'"
+    markup = answer.text.replace(script, "")
+    assert 'spec-url="openapi.json"' in markup and "//" not in markup  # relative, for --root-path
+    assert "Mrinmoy Majumdar" in script and "Permission is hereby granted" in script
+    assert keyed.get("/openapi.json").status_code == 200

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -12,20 +12,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS
 from quire.frontend.http.dialects.ollama.answers import LINES, OllamaFormatter, answer_body
 from quire.frontend.http.dialects.ollama.body import ChatBody, GenerateBody, parse_body, served_name
-from quire.frontend.http.dialects.ollama.embeddings import embed
+from quire.frontend.http.dialects.ollama.embeddings import EmbedBody, embed
 from quire.frontend.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
 from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.models import Card, cards, find_card
 from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.schema import ChatRequest
 from quire.frontend.http.serving.body import json_response, read_json
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.prompts import encode_prompt
 
 API_VERSION = "0.32.15"
 """The version of Ollama whose API this is. Clients require a least one."""
+STREAM = LINES.media_type.decode()
 NEVER = "9999-12-31T23:59:59Z"
 """When the model is unloaded."""
 
@@ -104,13 +107,13 @@ async def _answer(kind: type[ChatBody | GenerateBody], server: Server, request: 
     return Generation(server, asked, [prompt], formatter, LINES)
 
 
-ROUTES: tuple[tuple[str, str, Callable[[Server, Request], Awaitable[ASGIApp]]], ...] = (
-    ("POST", "/api/chat", partial(_answer, ChatBody)),
-    ("POST", "/api/generate", partial(_answer, GenerateBody)),
-    ("POST", "/api/embed", partial(embed, "input")),
-    ("POST", "/api/embeddings", partial(embed, "prompt")),
-    ("GET", "/api/tags", tags),
-    ("GET", "/api/ps", running),
-    ("POST", "/api/show", show),
-    ("GET", "/api/version", version),
+ROUTES = (
+    Row("POST", "/api/chat", partial(_answer, ChatBody), ChatBody, PASSED_FIELDS, stream=STREAM),
+    Row("POST", "/api/generate", partial(_answer, GenerateBody), GenerateBody, PASSED_FIELDS, stream=STREAM),
+    Row("POST", "/api/embed", partial(embed, "input"), EmbedBody),
+    Row("POST", "/api/embeddings", partial(embed, "prompt"), EmbedBody),
+    Row("GET", "/api/tags", tags),
+    Row("GET", "/api/ps", running),
+    Row("POST", "/api/show", show, ShowBody),
+    Row("GET", "/api/version", version),
 )
