@@ -89,6 +89,7 @@ class AttentionPlan:
         num_prefix: number of partial results per token from a common prefix.
         prefix_stride: slots between two of these partials of a token: the number of tokens in the step.
         positions: int32 ``[num_tokens]``, the position of each token; only with a common prefix.
+        last_keys: int32 ``[num_tokens]``, as in ``plan_attention``.
         fixed_split: as in ``attention_work.Cut``.
     """
 
@@ -103,6 +104,7 @@ class AttentionPlan:
     num_prefix: int = 0
     prefix_stride: int = 0
     positions: torch.Tensor | None = None
+    last_keys: torch.Tensor | None = None
     fixed_split: int = 0
 
 
@@ -145,6 +147,7 @@ def plan_attention(
     programs: int | None = None,
     min_piece: int = MIN_PIECE,
     num_tokens: int | None = None,
+    last_keys: Table | None = None,
     send: Send | None = None,
 ) -> AttentionPlan:
     """Plan a step whose lengths are known on the host.
@@ -160,6 +163,8 @@ def plan_attention(
         programs: number of programs that fill the device; None: derived from its multiprocessors.
         min_piece: minimum number of keys per piece; a multiple of KEY_ALIGN.
         num_tokens: tokens of the step with padding; None: there is no padding.
+        last_keys: int32 ``[num_tokens]``, on the host: the last position that each token sees, less than the row's
+            length; never decreases from one token of a row to the next. None: its own.
         send: copies tables to the device, each aligned to 16 bytes, since Triton compiles a variant per alignment;
             None: with a copy for each, which waits.
 
@@ -184,7 +189,7 @@ def plan_attention(
         prefix = plan_prefix(
             shape, tokens, common_prefix_len, device, programs=programs, min_piece=min_piece, send=send
         )
-    works, num_slots = maker.works(lens, seqs, visible, prefix)
+    works, num_slots = maker.works(lens, seqs, visible, prefix, last_keys)
     *piece_tables, merges = send(*(w.pieces for *_, w in works), _joined(w.merges for *_, w in works))
     sections = [Section(t, n, regime) for t, (regime, n, _) in zip(piece_tables, works, strict=True)]
     return AttentionPlan(
@@ -199,6 +204,7 @@ def plan_attention(
         num_prefix=prefix.num_partials if prefix else 0,
         prefix_stride=prefix.num_tokens if prefix else 0,
         positions=send(_positions(lens, seqs, prefix.num_tokens))[0] if prefix else None,
+        last_keys=None if last_keys is None else send(last_keys)[0],
         fixed_split=fixed_split,
     )
 
@@ -255,13 +261,13 @@ class PlanMaker:
         return parts
 
     def works(
-        self, lens: Int, seqs: Int, visible: Visible, prefix: PrefixPass | None
+        self, lens: Int, seqs: Int, visible: Visible, prefix: PrefixPass | None, last_keys: Table | None
     ) -> tuple[list[tuple[Regime, int, WorkList]], int]:
         """Return each launch's regime, tokens per tile and work list, and the number of slots with the prefix's."""
         num_prefix, first_slot = (prefix.num_partials, prefix.num_slots) if prefix else (0, 0)
         works: list[tuple[Regime, int, WorkList]] = []
         for regime, rows, tile_tokens in self.parts(lens):
-            tiles = tile_rows(lens, seqs, rows, tile_tokens, visible)
+            tiles = tile_rows(lens, seqs, rows, tile_tokens, visible, last_keys)
             if regime == "prefill":
                 # Longest first, so that no program runs long after the others have finished.
                 tiles = tiles.reordered(np.argsort(tiles.first_key - tiles.end_key, kind="stable"))

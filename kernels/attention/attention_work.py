@@ -45,7 +45,7 @@ def first_key(position: Any, window: int, chunk: int) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Visible:
-    """Range of keys that a token sees: from ``first_key(position)`` to its own.
+    """Range of keys that a token sees: from ``first_key(position)`` to its own, or to the last of its image.
 
     Attributes:
         window, chunk: as in the function ``first_key``; at most one is not 0.
@@ -125,8 +125,13 @@ class WorkList:
     num_slots: int
 
 
-def tile_rows(query_lens: Int, seq_lens: Int, rows: Int, tile_tokens: int, visible: Visible) -> QueryTiles:
-    """Cut the queries of ``rows`` into tiles of at most ``tile_tokens`` tokens, row by row."""
+def tile_rows(
+    query_lens: Int, seq_lens: Int, rows: Int, tile_tokens: int, visible: Visible, last_keys: Table | None = None
+) -> QueryTiles:
+    """Cut the queries of ``rows`` into tiles of at most ``tile_tokens`` tokens, row by row.
+
+    ``last_keys``: as in ``plan_attention``.
+    """
     start_of_row = np.cumsum(query_lens) - query_lens
     tiles_of_row = -(-query_lens[rows] // tile_tokens)
     row = np.repeat(rows, tiles_of_row)
@@ -134,13 +139,15 @@ def tile_rows(query_lens: Int, seq_lens: Int, rows: Int, tile_tokens: int, visib
     first_token = index * tile_tokens
     num_tokens = np.minimum(query_lens[row] - first_token, tile_tokens)
     position = seq_lens[row] - query_lens[row] + first_token
+    step_token = start_of_row[row] + first_token
+    end_key = position + num_tokens if last_keys is None else last_keys[step_token + num_tokens - 1] + 1
     return QueryTiles(
         row=row,
         first_token=first_token,
         num_tokens=num_tokens,
-        step_token=start_of_row[row] + first_token,
+        step_token=step_token,
         first_key=visible.first_key(position),
-        end_key=position + num_tokens,
+        end_key=end_key,
         may_split=np.ones(len(row), dtype=np.bool_),
     )
 

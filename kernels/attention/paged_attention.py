@@ -59,10 +59,11 @@ def paged_attention_reference(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     value_dim: int = 0,
+    last_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``PagedAttention`` in plain torch and float64; the two agree within ``TOLERANCES``.
 
-    ``window`` and ``chunk`` are those of the plan.
+    ``window``, ``chunk`` and ``last_keys`` are those of the plan.
     """
     block_size, num_kv_heads = kv_cache.shape[2:4]
     group = query.shape[1] // num_kv_heads
@@ -72,6 +73,7 @@ def paged_attention_reference(
         query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
         lowest = query_position - window + 1 if window else torch.zeros_like(query_position)
         lowest = query_position // chunk * chunk if chunk else lowest
+        highest = query_position if last_keys is None else last_keys[start:end, None]
         first = max(0, int(lowest.min())) if len(query_position) else seq_len
         position = torch.arange(first, seq_len, device=query.device)
         block_id = block_table[row, position // block_size].long()
@@ -84,7 +86,7 @@ def paged_attention_reference(
         scores = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        scores = scores.masked_fill((position > query_position) | (position < lowest), -math.inf)
+        scores = scores.masked_fill((position > highest) | (position < lowest), -math.inf)
         if sinks is not None:
             sink = sinks.double()[:, None, None].expand(-1, end - start, 1)
             scores = torch.cat((scores, sink), dim=-1)
@@ -194,10 +196,10 @@ def prepare_attention(
         tiles = tiles_of(shape, section.regime, section.tile_tokens, plan.capability)
         chunks = lane_chunks(shape, tiles, section.tile_tokens)
         last = (
-            block_table, query_start_loc, seq_lens, plan.positions, section.pieces, plan.scratch.acc,
-            plan.scratch.stats, factor, soft_cap * LOG2_E, plan.visible.reach, plan.num_rows, shape.num_kv_heads,
-            section.tile_tokens, chunks, *query.stride()[:2], *kv_cache.stride()[:4], block_table.stride(0),
-            *out_strides,
+            block_table, query_start_loc, seq_lens, plan.positions, plan.last_keys, section.pieces,
+            plan.scratch.acc, plan.scratch.stats, factor, soft_cap * LOG2_E, plan.visible.reach, plan.num_rows,
+            shape.num_kv_heads, section.tile_tokens, chunks, *query.stride()[:2], *kv_cache.stride()[:4],
+            block_table.stride(0), *out_strides,
         )  # fmt: skip
         constants = {"SOFT_CAP": soft_cap > 0} | cache_constants(kv_cache.dtype, k_scale, v_scale)
         constants |= launch_constants(shape, kv_cache.shape[2], section, tiles, plan) | launch_options(tiles)

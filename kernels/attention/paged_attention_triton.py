@@ -107,7 +107,7 @@ def query_span(query_start_loc, row, num_rows, SHARED: tl.constexpr):
 
 @triton.jit
 def lane_positions(positions, seq_lens, row, token, query_len, in_tile, SHARED: tl.constexpr):
-    """Return each lane's position. Token i of a query is at ``context_len + i``, and sees the keys up to its own."""
+    """Return each lane's position. Token i of a query is at ``context_len + i``."""
     if SHARED:
         position = tl.load(positions + token, mask=in_tile, other=0)
     else:
@@ -128,12 +128,21 @@ def first_keys(position, window, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(key_start, key_end, position, lowest, in_tile, WINDOWED: tl.constexpr, TILE_KEYS: tl.constexpr):
+def highest_keys(position, last_keys, query_token, in_tile):
+    """Return each lane's last visible key: its own, or that of its token."""
+    highest = position
+    if last_keys is not None:
+        highest = tl.load(last_keys + query_token, mask=in_tile, other=0)
+    return highest
+
+
+@triton.jit
+def visible_keys(key_start, key_end, highest, lowest, in_tile, WINDOWED: tl.constexpr, TILE_KEYS: tl.constexpr):
     """Return the piece's first key that any lane sees, and the keys to loop over.
 
     The range starts at a multiple of TILE_KEYS and is empty if no lane sees a key of the piece.
     """
-    end = tl.minimum(key_end, tl.max(tl.where(in_tile, position, -1)) + 1)
+    end = tl.minimum(key_end, tl.max(tl.where(in_tile, highest, -1)) + 1)
     if WINDOWED:
         # Block table entries left of all that the lanes see are undefined.
         key_start = tl.maximum(key_start, tl.min(tl.where(in_tile, lowest, key_end)))
@@ -143,7 +152,7 @@ def visible_keys(key_start, key_end, position, lowest, in_tile, WINDOWED: tl.con
 
 @triton.jit
 def attend_keys(
-    state, queries, begin, end, piece_start, piece_end, position, lowest, cache, factor, cap,
+    state, queries, begin, end, piece_start, piece_end, highest, lowest, cache, factor, cap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
@@ -176,7 +185,7 @@ def attend_keys(
         if MASKED:
             key = key_start + tl.arange(0, TILE_KEYS)
             in_piece = (key >= piece_start) & (key < piece_end)
-            visible = in_piece[None, :] & (key[None, :] <= position[:, None])
+            visible = in_piece[None, :] & (key[None, :] <= highest[:, None])
             if WINDOWED:
                 visible = visible & (key[None, :] >= lowest[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -192,7 +201,7 @@ def attend_keys(
 
 @triton.jit
 def attend_segments(
-    state, queries, begin, end, piece_start, position, lowest, cache, factor, cap,
+    state, queries, begin, end, piece_start, highest, lowest, cache, factor, cap,
     SEGMENT: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr, CACHE: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
@@ -205,7 +214,7 @@ def attend_segments(
         nothing = (tl.zeros_like(acc), tl.full(maximum.shape, float("-inf"), tl.float32), tl.zeros_like(total))
         part, part_maximum, part_total = attend_keys(
             nothing, queries, tl.maximum(begin, segment), tl.minimum(end, segment + SEGMENT), piece_start, end,
-            position, lowest, cache, factor, cap,
+            highest, lowest, cache, factor, cap,
             True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
         acc, maximum, total = fold(acc, maximum, total, part, part_maximum, part_total)
@@ -214,7 +223,7 @@ def attend_segments(
 
 @triton.jit
 def attend_whole(
-    state, queries, begin, end, piece_start, in_tile, position, lowest, cache, factor, cap,
+    state, queries, begin, end, piece_start, in_tile, highest, lowest, cache, factor, cap,
     WHOLE_TILES: tl.constexpr, LEAD: tl.constexpr, WINDOWED: tl.constexpr, SOFT_CAP: tl.constexpr,
     CACHE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr, TILE_DIMS: tl.constexpr, TILE_ROPE: tl.constexpr,
@@ -229,22 +238,22 @@ def attend_whole(
         if LEAD:
             seen_from = tl.maximum(piece_start, tl.max(tl.where(in_tile, lowest, 0)))
             whole_begin = tl.cdiv(seen_from, TILE_KEYS) * TILE_KEYS
-        seen_to = tl.minimum(end, tl.min(tl.where(in_tile, position, end)) + 1)
+        seen_to = tl.minimum(end, tl.min(tl.where(in_tile, highest, end)) + 1)
         whole_end = seen_to // TILE_KEYS * TILE_KEYS
         if whole_end <= whole_begin:
             whole_begin = begin
             whole_end = begin
         if LEAD:
             state = attend_keys(
-                state, queries, begin, whole_begin, piece_start, end, position, lowest, cache, factor, cap,
+                state, queries, begin, whole_begin, piece_start, end, highest, lowest, cache, factor, cap,
                 True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
             )  # fmt: skip
         state = attend_keys(
-            state, queries, whole_begin, whole_end, piece_start, end, position, lowest, cache, factor, cap,
+            state, queries, whole_begin, whole_end, piece_start, end, highest, lowest, cache, factor, cap,
             False, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
     return attend_keys(
-        state, queries, whole_end, end, piece_start, end, position, lowest, cache, factor, cap,
+        state, queries, whole_end, end, piece_start, end, highest, lowest, cache, factor, cap,
         True, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
     )  # fmt: skip
 
@@ -274,7 +283,7 @@ def finish(acc, maximum, total, sinks, head, in_tile):
 @triton.jit(do_not_specialize=["num_rows", "tile_tokens", "lane_chunks"])
 def attention_kernel(
     query, kv_cache, out, sinks, k_scale, v_scale,
-    block_table, query_start_loc, seq_lens, positions, pieces, partial_acc, partial_stats,
+    block_table, query_start_loc, seq_lens, positions, last_keys, pieces, partial_acc, partial_stats,
     factor, cap, window, num_rows, num_kv_heads, tile_tokens, lane_chunks,
     query_token_stride, query_head_stride,
     cache_kv_stride, cache_block_stride, cache_slot_stride, cache_head_stride,
@@ -319,7 +328,8 @@ def attention_kernel(
 
     position = lane_positions(positions, seq_lens, row, token, query_len, in_tile, SHARED)
     lowest = first_keys(position, window, WINDOWED, CHUNKED)
-    key_start, begin, end = visible_keys(key_start, key_end, position, lowest, in_tile, WINDOWED, TILE_KEYS)
+    highest = highest_keys(position, last_keys, query_token, in_tile)
+    key_start, begin, end = visible_keys(key_start, key_end, highest, lowest, in_tile, WINDOWED, TILE_KEYS)
 
     if k_scale is not None:
         factor = factor * tl.load(k_scale + kv_head * K_SCALE_STRIDE)
@@ -330,12 +340,12 @@ def attention_kernel(
     nothing = (tl.zeros([TILE_LANES, TILE_DIMS], tl.float32), maximum, tl.zeros([TILE_LANES], tl.float32))
     if SEGMENT > 0:
         acc, maximum, total = attend_segments(
-            nothing, queries, begin, end, key_start, position, lowest, cache, factor, cap,
+            nothing, queries, begin, end, key_start, highest, lowest, cache, factor, cap,
             SEGMENT, WINDOWED, SOFT_CAP, CACHE, HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip
     else:
         acc, maximum, total = attend_whole(
-            nothing, queries, begin, end, key_start, in_tile, position, lowest, cache, factor, cap,
+            nothing, queries, begin, end, key_start, in_tile, highest, lowest, cache, factor, cap,
             WHOLE_TILES, LEAD, WINDOWED, SOFT_CAP, CACHE,
             HEAD_DIM, ROPE_DIM, BLOCK_SIZE, TILE_KEYS, TILE_DIMS, TILE_ROPE,
         )  # fmt: skip

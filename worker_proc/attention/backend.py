@@ -48,6 +48,9 @@ class StepBatch:
         second_texts: int32 ``[num_rows]``, on the host: index of the first token of each row's second text, or 0;
             None for decoders.
         every_token: whether the hidden states of all tokens are needed, not only that of each prompt's first token.
+        last_keys: int32 ``[num_tokens]``, on the host: the last position that each token sees, for a token of an image
+            that of its image, for others their own. It is less than the row's length, and never decreases from one
+            token of a row to the next. None: each token's own. No model with latents has them.
         send: sends host arrays to the device together with the step's other arrays (``Transfer``); None: the backend
             copies them itself.
     """
@@ -65,6 +68,7 @@ class StepBatch:
     layer_shapes: tuple[AttentionShape, ...] = ()
     second_texts: npt.NDArray[np.int32] | None = None
     every_token: bool = True
+    last_keys: npt.NDArray[np.int32] | None = None
     send: Callable[..., list[torch.Tensor]] | None = None
 
     @property
@@ -80,6 +84,10 @@ class StepBatch:
     def first_key(self, position: Any) -> Any:
         """Return the first position that a token sees, for an int or an array of its positions."""
         return first_key(position, self.window, self.chunk)
+
+    def last_key(self, token: Any, position: Any) -> Any:
+        """Return the last position that a token of the step sees. ``token``: its index, or a slice."""
+        return position if self.last_keys is None else self.last_keys[token]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,8 @@ class FixedOrderAttention:
             token = 0
             for row, (length, total) in enumerate(zip(batch.query_lens_cpu, batch.seq_lens_cpu, strict=True)):
                 for position in range(int(total - length), int(total)):
-                    out[token] = _attend_token(query[token], kv_cache, batch, row, position, spec)
+                    seen = int(batch.first_key(position)), int(batch.last_key(token, position))
+                    out[token] = _attend_token(query[token], kv_cache, batch, row, seen, spec)
                     token += 1
         return out
 
@@ -83,22 +84,22 @@ def _rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 
 
 def _attend_token(
-    query: torch.Tensor, kv_cache: torch.Tensor, batch: StepBatch, row: int, position: int, spec: AttentionSpec
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: StepBatch, row: int, seen: tuple[int, int], spec: AttentionSpec
 ) -> torch.Tensor:
-    """Compute attention of the query at ``position`` of a row, ``[num_heads, head_dim]``."""
+    """Compute attention of a query, ``[num_heads, head_dim]``; ``seen``: the first and the last position."""
+    start, last = seen
     size = batch.block_size
     tile_blocks = -(-TILE_TOKENS // size)
-    start = int(batch.first_key(position))
     by_head = (spec.num_kv_heads, -1, 1)
     scaled = query.float().view(spec.num_kv_heads, -1, spec.head_dim) * spec.scale
     if spec.k_scale is not None:
         scaled = scaled * spec.k_scale.view(by_head)
     most = torch.full((*scaled.shape[:2], 1), float("-inf"))
     total, out = torch.zeros_like(most), scaled.new_zeros(*scaled.shape[:2], spec.value_dim or spec.head_dim)
-    for tile in range(start // (tile_blocks * size), position // (tile_blocks * size) + 1):
+    for tile in range(start // (tile_blocks * size), last // (tile_blocks * size) + 1):
         keys = torch.arange(tile * tile_blocks * size, (tile + 1) * tile_blocks * size)
-        hidden = (keys < start) | (keys > position)
-        seen_keys, seen_values = _tile(kv_cache, batch, row, tile * tile_blocks, tile_blocks, start, position, hidden)
+        hidden = (keys < start) | (keys > last)
+        seen_keys, seen_values = _tile(kv_cache, batch, row, tile * tile_blocks, tile_blocks, start, last, hidden)
         seen_values = seen_values[..., -out.shape[-1] :].contiguous()
         scores = torch.bmm(scaled, seen_keys.transpose(1, 2))
         if spec.soft_cap:
@@ -126,7 +127,7 @@ def _tile(
     first_block: int,
     num_blocks: int,
     start: int,
-    position: int,
+    last: int,
     hidden: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tile's keys and values, float32 ``[num_kv_heads, tokens, head_dim]``, zero where ``hidden``.
@@ -134,7 +135,7 @@ def _tile(
     Latents are both.
     """
     columns = torch.arange(first_block, first_block + num_blocks)
-    used = (columns >= start // batch.block_size) & (columns <= position // batch.block_size)
+    used = (columns >= start // batch.block_size) & (columns <= last // batch.block_size)
     ids = batch.block_table[row].index_select(0, torch.where(used, columns, 0)).long()
     ids = torch.where(used, ids, NULL_BLOCK_ID)
     source = kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache

@@ -25,7 +25,7 @@ ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
 
 ERRORS = {
     1: "a block id is outside the cache",
-    2: "a row is longer than its block table or has more tokens than the step",
+    2: "a row is longer than its block table, or has more tokens than the step or an image that ends behind it",
     3: "a slot is outside the cache",
     4: "a position is outside the rotary table",
 }
@@ -36,7 +36,7 @@ class NativeStep(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("block_table", "query_start_loc", "seq_lens", "slot_mapping")),
-        *((name, ctypes.c_void_p) for name in ("prefix_of_row", "prefix_lens")),
+        *((name, ctypes.c_void_p) for name in ("prefix_of_row", "prefix_lens", "last_keys")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "table_width", "table_stride")),
         *((name, ctypes.c_int64) for name in ("block_size", "window", "chunk", "num_prefixes")),
     )
@@ -131,6 +131,7 @@ class NativeAttention:
             batch.seq_lens.data_ptr(),
             batch.slot_mapping.data_ptr(),
             *((None, None) if prefixes is None else (array.ctypes.data for array in prefixes)),
+            None if batch.last_keys is None else batch.last_keys.ctypes.data,
             batch.num_rows,
             len(batch.slot_mapping),
             table.shape[1],

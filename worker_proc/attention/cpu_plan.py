@@ -55,8 +55,9 @@ class ChunkRow:
     Attributes:
         tokens: slice of the step's tokens.
         context: number of tokens before them.
-        first_keys: int64 ``[tokens]``: the first position that each of them sees; never decreases.
-        fresh: the row has no context, and sees all of it: its queries see only the step's own keys.
+        first_keys, last_keys: int64 ``[tokens]``: the first and the last position that each of them sees; never
+            decreases.
+        fresh: the row has no context, and its attention is causal: its queries see only the step's own keys.
         gathered_from: position of the first gathered key.
         cache_rows: int64 ``[2 * num_kv_heads * blocks]``, as in a tile.
     """
@@ -64,6 +65,7 @@ class ChunkRow:
     tokens: slice
     context: int
     first_keys: _Int
+    last_keys: _Int
     fresh: bool
     gathered_from: int
     cache_rows: torch.Tensor
@@ -75,11 +77,10 @@ class ChunkRow:
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Return the mask of queries ``[first, last)``: bool ``[queries, keys]``, true where a key is hidden.
 
-        The keys are those from ``first_key(first)`` to the last query's own.
+        The keys are those from ``first_key(first)`` to the last one that the last query sees.
         """
-        query = torch.arange(self.context + first, self.context + last)[:, None]
-        key = torch.arange(self.first_key(first), self.context + last)
-        hidden = key > query
+        key = torch.arange(self.first_key(first), int(self.last_keys[last - 1]) + 1)
+        hidden = key > torch.from_numpy(self.last_keys[first:last])[:, None]
         lowest = self.first_keys[first:last]
         return hidden | (key < torch.from_numpy(lowest)[:, None]) if lowest[-1] > lowest[0] else hidden
 
@@ -238,12 +239,14 @@ def decode_tile(batch: StepBatch, members: _Int, rows: slice, kv_cache: torch.Te
 def _chunk(batch: StepBatch, row: int, start: int, length: int, total: int, kv_cache: torch.Tensor) -> ChunkRow:
     first_block = int(batch.first_visible[row]) // batch.block_size
     block_ids = batch.block_table[row : row + 1, first_block : -(-total // batch.block_size)].long()
-    first_keys = batch.first_key(np.arange(total - length, total))
+    own = np.arange(total - length, total)
+    first_keys, last_keys = batch.first_key(own), batch.last_key(slice(start, start + length), own)
     return ChunkRow(
         tokens=slice(start, start + length),
         context=total - length,
         first_keys=first_keys,
-        fresh=total == length and first_keys[-1] == 0,
+        last_keys=last_keys,
+        fresh=total == length and first_keys[-1] == 0 and last_keys is own,
         gathered_from=first_block * batch.block_size,
         cache_rows=_head_rows(block_ids, kv_cache).view(-1),
     )

@@ -217,7 +217,7 @@ def _attend_chunk(
     for first in range(0, length, size):
         last = min(first + size, length)
         start = chunk.first_key(first)
-        seen = gathered[:, :, :, start - chunk.gathered_from : chunk.context + last - chunk.gathered_from]
+        seen = gathered[:, :, :, start - chunk.gathered_from : chunk.last_keys[last - 1] + 1 - chunk.gathered_from]
         hidden = chunk.hidden(first, last)
         if _fusable(spec):
             mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, float("-inf"))

@@ -62,6 +62,7 @@ _EITHER = Supports(
     sinks=False,
     latents=False,
     deterministic=False,
+    last_keys=False,
 )
 
 

@@ -39,6 +39,7 @@ SUPPORTS = Supports(
     sinks=False,
     latents=False,
     deterministic=False,
+    last_keys=False,
     head_scales=False,
     capabilities=(8, 12),
 )

@@ -18,6 +18,7 @@ class Needs:
     Attributes:
         dtype, kv_dtype: dtypes of the activations and of the cache.
         head_scales: the scales of the fp8 cache differ between the heads of a layer.
+        last_keys: tokens of images see later ones (``StepBatch.last_keys``).
     """
 
     head_dims: tuple[int, ...]
@@ -30,6 +31,7 @@ class Needs:
     latents: bool = False
     deterministic: bool = False
     head_scales: bool = False
+    last_keys: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, layout: KVLayout, *, head_scales: bool = False) -> "Needs":
@@ -49,6 +51,7 @@ class Needs:
             latents=model.latent is not None,
             deterministic=config.deterministic,
             head_scales=head_scales,
+            last_keys=model.vision is not None and not model.vision.is_causal and "image" in config.item_kinds,
         )
 
 
@@ -86,6 +89,7 @@ class Supports:
     latents: bool = True
     deterministic: bool = True
     head_scales: bool = True
+    last_keys: bool = True
     capabilities: tuple[int, int] = (0, 0)
 
     def kernel_block_size(self, block_size: int) -> int | None:
@@ -114,6 +118,7 @@ class Supports:
             "latent attention": needs.latents and not self.latents,
             "batch-independent results (--deterministic)": needs.deterministic and not self.deterministic,
             "KV scales per head": needs.head_scales and not self.head_scales,
+            "attention in both directions inside images": needs.last_keys and not self.last_keys,
         }
         return missing + [name for name, is_missing in features.items() if is_missing]
 

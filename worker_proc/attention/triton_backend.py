@@ -58,6 +58,7 @@ class TritonPlan:
                 common_prefix_len=0 if self.fixed_split else common_prefix(batch),
                 fixed_split=self.fixed_split,
                 num_tokens=num_tokens,
+                last_keys=batch.last_keys,
                 send=batch.send,
             )
         return self._plans[shape]

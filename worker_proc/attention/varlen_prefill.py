@@ -26,11 +26,11 @@ FLASH_HEAD_DIMS = 256
 def can_attend_fresh(batch: StepBatch, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """Return whether ``attend_fresh`` gives the same result as attention over the cache; reads the host's lengths.
 
-    It does if no row has computed tokens, no window or chunk hides a token, the layer has neither soft cap nor sinks,
-    and the cache has the activations' ``dtype`` (another dtype would round the keys).
+    It does if no row has computed tokens, attention is causal, no window or chunk hides a token, the layer has neither
+    soft cap nor sinks, and the cache has the activations' ``dtype`` (another dtype would round the keys).
     """
     longest = int(batch.seq_lens_cpu.max(initial=0))
-    plain = not spec.soft_cap and spec.sinks is None
+    plain = not spec.soft_cap and spec.sinks is None and batch.last_keys is None
     seen_whole = longest == 0 or batch.first_key(longest - 1) == 0
     fresh = longest > 0 and bool((batch.query_lens_cpu == batch.seq_lens_cpu).all())
     return fresh and seen_whole and plain and dtype is kv_dtype and dtype in DTYPES

@@ -9,8 +9,7 @@ import torch
 
 from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.kv_layout import KVGroup
-from quire.worker_proc.attention.backend import AttentionBackend, LayerAttention, StepBatch
-from quire.worker_proc.attention.both_ways import BothWays
+from quire.worker_proc.attention.backend import AttentionBackend, StepBatch
 from quire.worker_proc.batch.group_tables import MultiGroupBlockTable
 from quire.worker_proc.execute.routed_experts import RoutedExpertTable
 from quire.worker_proc.models.model import Inputs, Model
@@ -59,18 +58,10 @@ class Forward:
         shape_of = self.model.attention_shape
         return [tuple(dict.fromkeys(shape_of(layer) for layer in group.layers)) for group in self.groups]
 
-    def hidden(self, inputs: Inputs, plans: Sequence[Any], batches: Sequence[StepBatch] = ()) -> torch.Tensor:
-        """Run the model, and return ``[num_tokens, hidden_size]``.
-
-        Args:
-            plans: one per group, or one without groups.
-            batches: of the plans; needed for inputs with spans.
-        """
-        backend: LayerAttention = self.backend
-        if inputs.spans:
-            backend, plans = BothWays(self.backend, inputs.spans), list(zip(plans, batches, strict=True))
+    def hidden(self, inputs: Inputs, plans: Sequence[Any]) -> torch.Tensor:
+        """Run the model, and return ``[num_tokens, hidden_size]``. ``plans``: one per group, or one without groups."""
         layer_plans = [plans[group] for group in self.group_of_layer] if self.groups else plans
-        return self.model(inputs, self.kv_caches, layer_plans, backend).hidden
+        return self.model(inputs, self.kv_caches, layer_plans, self.backend).hidden
 
     def keep_experts(self, batches: Sequence[StepBatch]) -> None:
         """Keep the experts that ``hidden`` has chosen, if they are kept. ``batches``: its tokens, per group."""

@@ -89,7 +89,7 @@ class ForwardPasses:
             found = self._recorded(self._native, inputs, plans)
             if found is not None:
                 return found.hidden, model.logits_of(found.scores)
-        hidden = self._forward.hidden(inputs, plans, sent.batches)
+        hidden = self._forward.hidden(inputs, plans)
         self._forward.keep_experts(sent.batches)
         return hidden, model.logits(hidden if chosen is None else hidden[chosen]) if sampling else None
 

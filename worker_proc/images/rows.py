@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.item_messages import RowItem
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
-from quire.worker_proc.attention.both_ways import Span
 from quire.worker_proc.batch.diff_check import After
 from quire.worker_proc.batch.image_positions import given_end, merged_grid, rope_positions
 from quire.worker_proc.batch.input_batch import InputBatch, StepRefused
@@ -21,12 +21,12 @@ from quire.worker_proc.images.tower import VisionTower
 
 @dataclass(frozen=True, slots=True)
 class ItemStep:
-    """Fields of ``Inputs`` that the items of a step's rows decide."""
+    """Fields of ``Inputs`` and ``StepBatch`` that the items of a step's rows decide."""
 
     positions: torch.Tensor
     given_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     added_rows: tuple[torch.Tensor, ...] = ()
-    spans: tuple[Span, ...] = ()
+    last_keys: npt.NDArray[np.int32] | None = None
 
 
 class RowItems:
@@ -46,6 +46,8 @@ class RowItems:
         self._items = batch.column(np.object_, lambda new: new.items, None)
         self._positions = batch.column(np.object_, self._positions_of, None)
         self._is_causal = vision is None or vision.is_causal
+        # A step with last keys runs other compiled kernels, which in deterministic mode must not depend on the batch.
+        self._always_last_keys = config.deterministic and not self._is_causal
         self._images: set[int] = set()
         self.rows: dict[int, torch.Tensor] = {}
         self.tower: VisionTower | None = None
@@ -114,9 +116,10 @@ class RowItems:
         begun = np.flatnonzero(firsts < self._batch.given_end[inputs.rows]).tolist()
         if self._in_space:
             positions = self._rope_positions(inputs, begun)
-        if not begun:
-            return ItemStep(positions)
-        places, pieces, spans, starts = [], [], [], inputs.query_start_loc
+        last_keys = None
+        if self._always_last_keys or (begun and not self._is_causal):
+            last_keys = inputs.positions.astype(np.int32)
+        places, pieces, starts = [], [], inputs.query_start_loc
         for at in begun:
             row, first = int(inputs.rows[at]), int(firsts[at])
             handle = int(self._batch.handles[row])
@@ -124,13 +127,13 @@ class RowItems:
                 own = int(starts[at]) + begin - first
                 places.append(np.arange(own, own + rows.shape[1]))
                 pieces.append(rows)
-                if not self._is_causal and item in self._images:
-                    spans.append(Span(at, own, begin, end))
+                if last_keys is not None and item in self._images:
+                    last_keys[places[-1]] = end - 1
         if not pieces:
-            return ItemStep(positions)
+            return ItemStep(positions, last_keys=last_keys)
         (indices,) = self._transfer(np.concatenate(places))
         rows, *deep = torch.cat(pieces, 1).unbind()
-        return ItemStep(positions, (indices, rows), tuple(deep), tuple(spans))
+        return ItemStep(positions, (indices, rows), tuple(deep), last_keys)
 
     def _pieces(
         self, handle: int, items: Sequence[RowItem], begin: int, end: int

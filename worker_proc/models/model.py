@@ -11,7 +11,6 @@ from quire.kernels.attention.attention_tiles import AttentionShape
 from quire.protocol.model.checkpoint import StoredTensor
 from quire.protocol.model.model_config import ModelConfig
 from quire.worker_proc.attention.backend import AttentionSpec, LayerAttention
-from quire.worker_proc.attention.both_ways import Span
 from quire.worker_proc.models.checkpoint_names import Sources, find_tensor_sources
 from quire.worker_proc.models.latent_attention import LatentAttention
 from quire.worker_proc.models.linear import Linear
@@ -34,7 +33,6 @@ class Inputs(msgspec.Struct, frozen=True, eq=False):
             embedding multiplier is not applied to them.
         added_rows: rows ``[n, hidden_size]`` that are added to the residual stream of the same tokens, one tensor
             behind each of the first layers.
-        spans: tokens of images that attend to their image in both directions; attention alone knows of them.
         auxiliary_layers: layers whose inputs are returned too.
         states: the recurrent states of its rows.
     """
@@ -43,7 +41,6 @@ class Inputs(msgspec.Struct, frozen=True, eq=False):
     positions: torch.Tensor
     given_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     added_rows: tuple[torch.Tensor, ...] = ()
-    spans: tuple[Span, ...] = ()
     auxiliary_layers: tuple[int, ...] = ()
     states: StateStep = NO_STATES
 

@@ -77,7 +77,8 @@ class Attend {
         : call_(call), item_(item), work_(work), width_(call.width()), out_width_(call.out_width()),
           rows_(item.count * call.group()) {
         first_ = call.first_key(item.position);
-        last_ = item.shared ? item.position : item.position + item.count;
+        last_ = item.position;
+        if (!item.shared) last_ = call.last_key(item.token + item.count - 1, item.position + item.count - 1) + 1;
         work.fit(rows_, std::max(width_, out_width_));
         const QuireLayer& layer = *call.layer;
         within_ = layer.value_dim && layer.key_dim + layer.value_dim > layer.head_dim;
@@ -224,7 +225,7 @@ class Attend {
             how.factor = factor_;
             how.soft_cap = float(call_.layer->soft_cap);
             how.first = int(std::clamp<int64_t>(call_.first_key(position) - base, 0, TILE));
-            how.last = int(std::clamp<int64_t>(position + 1 - base, 0, TILE));
+            how.last = int(std::clamp<int64_t>(call_.last_key(token_of(row), position) + 1 - base, 0, TILE));
             float* scores = work_.scores + row * TILE;
             if (how.first < how.last)
                 weigh(how, from, to, scores, work_.rows[row], work_.out + row * out_width_, out_width_);

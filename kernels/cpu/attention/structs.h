@@ -13,6 +13,7 @@ struct QuireStep {
     const int64_t* slot_mapping;     // [num_tokens]; tokens with negative slots are not written
     const int32_t* prefix_of_row;    // [num_rows]: index of the prefix that the row shares; negative: none
     const int32_t* prefix_lens;      // [num_prefixes]: keys; no row's first token is before its prefix's end
+    const int32_t* last_keys;        // [num_tokens]: last position that each token sees; null: its own
     int64_t num_rows, num_tokens, table_width, table_stride, block_size, window, chunk, num_prefixes;
 };
 

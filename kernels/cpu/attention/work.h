@@ -50,6 +50,8 @@ struct Call {
         if (step->chunk) return position / step->chunk * step->chunk;
         return step->window ? std::max<int64_t>(position - step->window + 1, 0) : 0;
     }
+    // Last key visible to a token of the step.
+    int64_t last_key(int64_t token, int64_t position) const { return step->last_keys ? step->last_keys[token] : position; }
     // Splits that a row shares with others; the rest of a prefix is computed with the row's own keys. Rows that fill an
     // item alone share nothing: they would gain nothing, and each token's state needs memory.
     int64_t shared_splits(int64_t row) const {
@@ -72,7 +74,8 @@ struct Work {
             const int64_t start = step.query_start_loc[row], end = step.query_start_loc[row + 1];
             const int64_t length = step.seq_lens[row], context = length - (end - start);
             const int64_t shared = call.shared_splits(row);
-            if (context < shared * SPLIT || length > step.table_width * step.block_size || end > step.num_tokens) {
+            if (context < shared * SPLIT || length > step.table_width * step.block_size || end > step.num_tokens ||
+                (end > start && call.last_key(end - 1, length - 1) >= length)) {
                 call.error = BAD_LENGTH;
                 continue;
             }
@@ -114,7 +117,7 @@ struct Work {
                 if (!item.shared) {
                     part.position += at;
                     part.first_split = std::max(item.first_split, call.first_key(part.position) / SPLIT);
-                    part.last_split = (part.position + part.count - 1) / SPLIT + 1;
+                    part.last_split = call.last_key(part.token + part.count - 1, part.position + part.count - 1) / SPLIT + 1;
                 }
                 whole_.push_back(part);
             }

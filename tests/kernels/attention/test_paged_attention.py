@@ -39,7 +39,8 @@ SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.flo
 
 @pytest.mark.parametrize("query_len", [1, 5, 13])
 @pytest.mark.parametrize("local", [{}, {"window": 4}, {"chunk": 5}], ids=str)
-def test_reference_equals_dense_attention(query_len: int, local: dict[str, int]) -> None:
+@pytest.mark.parametrize("image", [range(0), range(5, 10)], ids=str)
+def test_reference_equals_dense_attention(query_len: int, local: dict[str, int], image: range) -> None:
     rng = torch.Generator().manual_seed(0)
     seq_len, num_heads, num_kv_heads, head_dim, block_size = 13, 6, 2, 8, 4
     blocks = torch.tensor([3, 1, 5, 2])
@@ -49,8 +50,10 @@ def test_reference_equals_dense_attention(query_len: int, local: dict[str, int])
     write_cache_reference(key, value, cache, blocks[position // block_size] * block_size + position % block_size)
     query = torch.randn(query_len, num_heads, head_dim, generator=rng, dtype=torch.float64)
     starts, lens = torch.tensor([0, query_len]), torch.tensor([seq_len])
-    result = paged_attention_reference(query, cache, blocks[None].int(), starts, lens, 0.3, **local)
-    mask = torch.ones(seq_len, seq_len, dtype=torch.bool).tril()
+    last = torch.tensor([image[-1] if at in image else at for at in range(seq_len)])
+    step = (query, cache, blocks[None].int(), starts, lens)
+    result = paged_attention_reference(*step, 0.3, last_keys=last[-query_len:], **local)
+    mask = position <= last[:, None]
     if "window" in local:
         mask &= position > position[:, None] - local["window"]
     if "chunk" in local:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from cpu_attention_cases import last_keys_of
 
 from quire.kernels.attention.attention_work import Visible
 from quire.worker_proc.attention.backend import StepBatch
@@ -107,6 +108,7 @@ def make_case(device: torch.device) -> MakeCase:
         window: int = 0,
         chunk: int = 0,
         prefix_len: int = 0,
+        images: tuple[tuple[int, int], ...] = (),
         cache_dtype: torch.dtype | None = None,
     ) -> PagedCase:
         rng = torch.Generator().manual_seed(7)
@@ -139,6 +141,7 @@ def make_case(device: torch.device) -> MakeCase:
             start += query_len
         query = torch.randn(len(slot_mapping), num_heads, head_dim, generator=rng).to(dtype)
         query[start:] = torch.nan
+        rows = [(seq - query, query) for query, seq in zip(query_lens, seq_lens, strict=True)]
 
         def as_cache(flat: torch.Tensor) -> torch.Tensor:
             return flat.view(2, num_blocks, block_size, num_kv_heads, head_dim).to(cache_dtype or dtype).to(device)
@@ -153,6 +156,7 @@ def make_case(device: torch.device) -> MakeCase:
             block_size=block_size,
             window=window,
             chunk=chunk,
+            last_keys=last_keys_of(rows, images) if images else None,
         )
         return PagedCase(
             batch=batch,

@@ -1,9 +1,11 @@
 """Steps of the CPU backend over caches whose unwritten slots are NaN, with expected results in float64."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.worker_proc.attention.backend import AttentionSpec, StepBatch
@@ -31,7 +33,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Ask:
-    """Optional features of attention; ``k_scale``, ``v_scale``: scales of the KV heads, repeated if there are more."""
+    """Optional features of attention.
+
+    ``k_scale``, ``v_scale``: scales of the KV heads, repeated if there are more. ``images``: first and end of each, as
+    in ``last_keys_of``.
+    """
 
     window: int = 0
     chunk: int = 0
@@ -39,6 +45,7 @@ class Ask:
     sinks: bool = False
     k_scale: tuple[float, ...] = ()
     v_scale: tuple[float, ...] = ()
+    images: tuple[tuple[int, int], ...] = ()
 
 
 def scales_of(given: tuple[float, ...], kv_heads: int) -> torch.Tensor | None:
@@ -59,6 +66,16 @@ def make_spec(heads: tuple[int, int, int], ask: Ask) -> AttentionSpec:
     )
 
 
+def last_keys_of(rows: Rows, images: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    """Return the last position that each new token sees. A row has the images that end in it."""
+    found = [np.arange(context, context + new, dtype=np.int32) for context, new in rows]
+    for own, (context, new) in zip(found, rows, strict=True):
+        for first, end in images:
+            if end <= context + new:
+                own[max(0, first - context) : max(0, end - context)] = end - 1
+    return np.concatenate(found)
+
+
 def make_batch(rows: Rows, table: torch.Tensor, block_size: int, ask: Ask) -> StepBatch:
     query_lens = np.array([new for _, new in rows], dtype=np.int32)
     seq_lens = np.array([context + new for context, new in rows], dtype=np.int32)
@@ -76,6 +93,7 @@ def make_batch(rows: Rows, table: torch.Tensor, block_size: int, ask: Ask) -> St
         block_size=block_size,
         window=ask.window,
         chunk=ask.chunk,
+        last_keys=last_keys_of(rows, ask.images) if ask.images else None,
     )
 
 
@@ -161,7 +179,7 @@ def attend_naively(
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys.repeat_interleave(group, 1)) * spec.scale
     if spec.soft_cap:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
-    hidden = distance > 0
+    hidden = torch.arange(len(keys)) > torch.from_numpy(last_keys_of([(context, len(query))], ask.images))[:, None]
     if ask.window:
         hidden |= distance <= -ask.window
     if ask.chunk:

@@ -17,6 +17,7 @@ from quire.protocol.config import EngineConfig
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
+from quire.protocol.model.vision_config import VisionConfig
 from quire.worker_proc.attention import choose
 from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.choose import pick_backend
@@ -129,7 +130,8 @@ def test_error_has_the_reason_why_triton_cannot_launch(monkeypatch: pytest.Monke
 
 
 def test_flashinfer_is_used_if_requested(libraries: None) -> None:
-    backend, said = pick(config_of("flashinfer", kv_cache_dtype="float8_e4m3fn", windows=[8, 0]))
+    """Also for a model whose images would attend in both directions, if it reads none."""
+    backend, said = pick(config_of("flashinfer", kv_cache_dtype="float8_e4m3fn", windows=[8, 0], **BOTH_WAYS))
     assert backend.name == "flashinfer"
     assert said.startswith(
         'attention backend name="flashinfer (workspace 128 MiB; kernels are compiled when first used)" '
@@ -167,10 +169,12 @@ def test_missing_library(name: str, monkeypatch: pytest.MonkeyPatch, launchable:
         pick(config_of(name))
 
 
+BOTH_WAYS = {"vision": VisionConfig("", 7, is_causal=False)}
 REFUSALS = [
     ("flashinfer", {"head_dim": 80}, "head_dim 80 (supported: 64, 128, 256)"),
     ("flashinfer", {"attention_sinks": True}, "attention sinks"),
     ("flashinfer", {"chunks": [8192, 0]}, "chunked local attention"),
+    ("flashinfer", BOTH_WAYS | {"encoder_cache_tokens": 8}, "attention in both directions inside images"),
     ("flashinfer", {"dtype": "float32"}, "--dtype float32 (supported: float16, bfloat16)"),
     ("flashinfer", {"kv_cache_dtype": "float16"}, "--kv-cache-dtype float16 with bfloat16 activations"),
     ("flashinfer", {"deterministic": True}, "batch-independent results (--deterministic)"),
@@ -182,6 +186,7 @@ REFUSALS = [
     ("flash_attn", {"head_dim": 512}, "head_dim 512"),
     ("flash_attn", {"attention_sinks": True}, "attention sinks"),
     ("flash_attn", {"chunks": [8192, 0]}, "flash-attn 3: does not support chunked local attention"),
+    ("flash_attn", BOTH_WAYS | {"encoder_cache_tokens": 8}, "attention in both directions inside images"),
     ("flash_attn", {"dtype": "float32"}, "--dtype float32"),
     ("flash_attn", {"kv_cache_dtype": "float8_e4m3fn"}, "--kv-cache-dtype float8_e4m3fn with bfloat16"),
     ("flash_attn", {"deterministic": True}, "batch-independent results"),
@@ -219,12 +224,12 @@ def test_gpu_that_is_too_old_or_too_new(libraries: None) -> None:
 def test_error_lists_all_missing_features() -> None:
     nothing = Supports(
         dtypes=HALVES, fp8_cache=False, head_dims=(64,), windows=False, chunks=False,
-        soft_cap=False, sinks=False, deterministic=False, capabilities=(9, 9),
+        soft_cap=False, sinks=False, deterministic=False, last_keys=False, capabilities=(9, 9),
     )  # fmt: skip
     everything = Needs(
         head_dims=(80,), dtype=torch.float32, kv_dtype=torch.float8_e4m3fn, windows=True, chunks=True,
-        soft_cap=True, sinks=True, deterministic=True,
+        soft_cap=True, sinks=True, deterministic=True, last_keys=True,
     )  # fmt: skip
-    assert len(nothing.lacks(everything, AMPERE)) == 9
+    assert len(nothing.lacks(everything, AMPERE)) == 10
     assert Supports().lacks(everything, AMPERE) == []
     assert nothing.lacks(Needs(head_dims=(64,), dtype=HALVES[0], kv_dtype=HALVES[0]), HOPPER) == []

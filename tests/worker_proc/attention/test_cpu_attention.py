@@ -41,6 +41,8 @@ ASKS = {
     "chunks": Ask(chunk=20),
     "chunks of one": Ask(chunk=1),
     "wide chunks, cap and sinks": Ask(chunk=300, soft_cap=3.0, sinks=True),
+    "images": Ask(images=((2, 9), (9, 11), (11, 17))),
+    "images longer than a window": Ask(window=5, images=((2, 9), (9, 11), (11, 17))),
 }
 
 
@@ -118,7 +120,9 @@ def test_cache_of_another_dtype_than_activations(
 
 
 @pytest.mark.parametrize("step", thinned(["ragged decode", "whole prompts", "mixed"], keep=1))
-@pytest.mark.parametrize("ask", [{}, {"window": 17, "soft_cap": 2.0, "sinks": True}], ids=["plain", "all settings"])
+@pytest.mark.parametrize(
+    "ask", [{}, {"window": 17, "soft_cap": 2.0, "sinks": True, "images": ((2, 9),)}], ids=["plain", "all settings"]
+)
 def test_scale_per_head(ask: dict[str, Any], step: str, backend: CpuBackend) -> None:
     scales = Ask(k_scale=(0.25, 2.0, 0.03), v_scale=(0.125, 0.5, 4.0), **ask)
     for dtype in FP8:
@@ -132,7 +136,9 @@ def test_layer_that_reads_a_scaled_cache_of_an_earlier_layer(backend: CpuBackend
 
 def test_many_queries_of_one_row(backend: CpuBackend) -> None:
     rows = [(50, 300), (3, 256)] if "fixed" not in backend.describe() else [(250, 60)]
-    for ask in (Ask(), Ask(window=70), Ask(window=64, sinks=True), Ask(chunk=100)):
+    images = (60, 70), (90, 250), (255, 300)
+    asks = Ask(), Ask(window=70), Ask(window=64, sinks=True), Ask(chunk=100), Ask(images=images)
+    for ask in (*asks, Ask(window=70, images=images)):
         check(backend, make_case(rows, (2, 1, 8), 16, torch.float32, ask=ask))
 
 
@@ -251,7 +257,12 @@ def test_native_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_native_rejects_indices_outside_the_cache() -> None:
     backend = make_backend("native")
-    case = make_case(STEPS["mixed"], (4, 2, 16), 4, torch.float32)
+    case = make_case(STEPS["mixed"], (4, 2, 16), 4, torch.float32, ask=ASKS["images"])
+    assert case.batch.last_keys is not None
+    case.batch.last_keys[0] += 1
+    with pytest.raises(ValueError, match="an image that ends behind it"):
+        run(backend, case)
+    case.batch.last_keys[0] -= 1
     case.batch.block_table[3, 5] = 10**6
     with pytest.raises(ValueError, match="block id"):
         run(backend, case)

@@ -18,6 +18,7 @@ ASKS = {
     "plain": Ask(),
     "window": Ask(window=150),
     "chunks": Ask(chunk=90),
+    "images": Ask(window=90, images=((14, 21), (70, 77), (252, 259))),  # none ends inside a piece of 7
     "everything": Ask(window=90, soft_cap=5.0, sinks=True),
 }
 

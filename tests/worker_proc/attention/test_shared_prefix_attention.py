@@ -23,6 +23,7 @@ DTYPES = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
     "fp8": (torch.float32, torch.float8_e4m3fn),
 }
+ASKS = [Ask(), Ask(soft_cap=2.0, sinks=True, images=((525, 550),))]
 LENGTH = 528
 """Two splits, and a block that is left to the rows."""
 
@@ -52,7 +53,7 @@ def passed(case: Case, *prefixes: tuple[list[int], int]) -> Case:
 
 @pytest.mark.parametrize(
     ("rows", "dtypes", "heads", "ask"),
-    covering(ROWS, DTYPES, [(4, 4, 8), (9, 3, 64), (5, 1, 20)], [Ask(), Ask(soft_cap=2.0, sinks=True)], pairs=True),
+    covering(ROWS, DTYPES, [(4, 4, 8), (9, 3, 64), (5, 1, 20)], ASKS, pairs=True),
 )
 def test_bits_are_those_of_row_by_row(
     rows: str, dtypes: str, heads: tuple[int, int, int], ask: Ask, backend: CpuBackend

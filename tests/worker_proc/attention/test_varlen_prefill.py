@@ -80,7 +80,7 @@ def test_steps_that_can_use_fresh_attention() -> None:
     prompt = [(0, 9), (0, 3)]
     assert takes(prompt) and takes(prompt, Ask(window=9))
     assert not takes([(0, 9), (4, 1)]) and not takes([(4, 5)])
-    for ask in (Ask(window=8), Ask(soft_cap=1.0), Ask(sinks=True)):
+    for ask in (Ask(window=8), Ask(soft_cap=1.0), Ask(sinks=True), Ask(images=((2, 9),))):
         assert not takes(prompt, ask)
     assert not takes(prompt, kv_dtype=torch.float8_e4m3fn)
 

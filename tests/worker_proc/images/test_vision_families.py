@@ -38,31 +38,20 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert engine.generate([one, three], TOKENS, chunk=24, outputs=begun) == wanted
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "float8_e4m3fn"}], ids=str)
-def test_image_of_one_row_is_like_text(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Gemma 3's images of one row see no token behind them: their attention is the backend's own, in any cache."""
-    make_checkpoint(tmp_path, "gemma3")
-    engine = ItemRunner(tmp_path, **settings)
-    dtype = engine.runner.forward.model.dtype
-    rows = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
-    prompt = Prompt([list(range(3, 20))])
-    prompt.items += [RowItem(1, [(at, 1)]) for at in (2, 9, 16)]
-    logits = []
-    run = engine.runner.passes.run
-
-    def keep(*args: Any, **fields: Any) -> Any:
-        logits.append(run(*args, **fields)[1])
-        return None, logits[-1]
-
-    engine.runner.passes.run = keep  # type: ignore[method-assign]
-    for is_image in (False, True):
-        engine.runner.items.drop(1)
-        engine.runner.items.keep(1, rows, is_image=is_image)
-        engine.generate([prompt], 1)
-        engine.generate([prompt], 1, computed=8)
-    limit = 1e-5 if dtype is torch.float32 else 0.02
-    torch.testing.assert_close(logits[2], logits[0], rtol=limit, atol=limit)
-    torch.testing.assert_close(logits[3], logits[1], rtol=limit, atol=limit)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_without_images_are_those_of_text(deterministic: bool, tmp_path: Path) -> None:
+    """With ``--deterministic`` all steps have last keys, which choose the compiled kernels."""
+    picture = make_picture(make_checkpoint(tmp_path, "gemma3"), "gemma3", 30, 70)
+    prompt = Prompt([[5, 6], picture, [9, 10]])
+    engine = ItemRunner(tmp_path, deterministic=deterministic)
+    engine.encode_all(tmp_path, prompt)
+    backend, batches = engine.runner.forward.backend, []
+    plan = backend.plan
+    backend.plan = lambda batch: (batches.append(batch), plan(batch))[1]  # type: ignore[method-assign]
+    engine.generate([prompt], 3)
+    begin, end = prompt.items[0].ranges[0][0], sum(prompt.items[0].ranges[0])
+    assert batches[0].last_keys[begin:end].tolist() == [end - 1] * (end - begin)
+    assert {batch.last_keys is None for batch in batches if len(batch.slot_mapping) == 1} == {not deterministic}
 
 
 @pytest.mark.full

@@ -16,7 +16,8 @@ from quire.kernels.common.fp8 import FP8_DTYPES
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 NONE = torch.empty(0)
-POINTERS = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32", "positions": "*i32", "pieces": "*i32"}
+POINTERS = {"block_table": "*i32", "query_start_loc": "*i32", "seq_lens": "*i32", "positions": "*i32"}
+POINTERS |= {"last_keys": "*i32", "pieces": "*i32"}
 FLOATS = dict.fromkeys(("partial_acc", "partial_stats", "sinks", "k_scale", "v_scale"), "*fp32")
 
 CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
@@ -28,6 +29,7 @@ CASES: list[tuple[torch.dtype, int, int, Regime, int, dict[str, Any]]] = [
     (BF16, 64, 8, "prefill", 64, {}),
     (BF16, 128, 4, "prefill", 64, {}),
     (BF16, 256, 2, "prefill", 64, {"window": 1024, "soft_cap": 50.0}),
+    (BF16, 256, 2, "prefill", 64, {"window": 1024, "last_keys": True}),
     (BF16, 128, 4, "fixed", 64, {"fixed_split": 1024}),
     (BF16, 128, 5, "decode", 1, {"chunk": 8192}),
     (BF16, 128, 5, "prefill", 64, {"chunk": 8192}),
@@ -60,6 +62,7 @@ def attention(
     soft_cap: float = 0.0,
     sinks: bool = False,
     shared: bool = False,
+    last_keys: bool = False,
     fixed_split: int = 0,
     value_dim: int = 0,
 ) -> Variant:
@@ -72,12 +75,12 @@ def attention(
     scaled = cache in FP8_DTYPES
     constants = launch_constants(shape, 16, section, tiles, plan) | cache_constants(cache or dtype, None, None)
     constants |= {"SOFT_CAP": soft_cap > 0}
-    absent = {"positions": shared, "sinks": sinks, "k_scale": scaled, "v_scale": scaled}
+    absent = {"positions": shared, "last_keys": last_keys, "sinks": sinks, "k_scale": scaled, "v_scale": scaled}
     constants |= {name: None for name, present in absent.items() if not present}
     element = "*" + TRITON_TYPES[dtype]
     stored = "*u8" if scaled else element
     types = POINTERS | FLOATS | {"query": element, "out": element, "kv_cache": stored, "factor": "fp32", "cap": "fp32"}
-    features = "".join(f" {name}" for name, on in [("shared", shared), ("sinks", sinks)] if on)
-    features += "".join(f" {name}" for name, on in [("window", window), ("chunk", chunk), ("cap", soft_cap)] if on)
+    flags = {"shared": shared, "images": last_keys, "sinks": sinks, "window": window, "chunk": chunk, "cap": soft_cap}
+    features = "".join(f" {name}" for name, on in flags.items() if on)
     name = f"attention {regime} {element[1:]}/{stored[1:]} D={head_dim} G={group} T={tile_tokens}{features}"
     return Variant(name, attention_kernel, types, constants, launch_options(tiles))

@@ -56,6 +56,7 @@ def plan_case(case: Any, **options: Any) -> AttentionPlan:
         window=batch.window,
         chunk=batch.chunk,
         num_tokens=num_tokens,
+        last_keys=batch.last_keys,
         **options,
     )
 
@@ -70,8 +71,9 @@ def check_case(case: Any, plan_options: dict[str, Any] | None = None, **options:
     batch = case.batch
     scale = case.query.shape[-1] ** -0.5
     step = (case.query, case.filled_cache, *rows_of(case))
-    expected = paged_attention_reference(*step, scale, window=batch.window, chunk=batch.chunk, **options)
     plan = plan_case(case, **(plan_options or {}))
+    of_plan = {"window": batch.window, "chunk": batch.chunk, "last_keys": plan.last_keys}
+    expected = paged_attention_reference(*step, scale, **of_plan, **options)
     result = paged_attention(*step, plan, scale, **options)
     assert expected.isfinite().all()
     torch.testing.assert_close(result, expected, **TOLERANCES[case.query.dtype])
@@ -135,12 +137,14 @@ def options_of(case: Any, *names: str) -> dict[str, Any]:
         ({"window": 1}, ()),
         ({"window": 150}, ("sinks", "soft_cap")),
         ({"chunk": 90}, ("sinks", "soft_cap")),
+        ({"images": ((197, 200), (290, 298))}, ()),
+        ({"window": 5, "images": ((197, 200), (290, 298))}, ("sinks",)),
         ({}, ("soft_cap", "sinks")),
     ],
     ids=str,
 )
 def test_features(
-    local: dict[str, int], names: tuple[str, ...], plan_options: Any, main_dtype: torch.dtype, make_case: Any
+    local: dict[str, Any], names: tuple[str, ...], plan_options: Any, main_dtype: torch.dtype, make_case: Any
 ) -> None:
     case = make_case(*LONG, main_dtype, 2, 1, 16, **local)
     check_case(case, plan_options, **options_of(case, *names))
@@ -168,10 +172,11 @@ def test_latents(
     torch.testing.assert_close(result, expected, **TOLERANCES[main_dtype])
 
 
-@pytest.mark.parametrize("local", [{"window": 16}, {"window": 65}, {"chunk": 16}, {"chunk": 100}], ids=str)
-def test_windows_and_chunks_of_long_prompts(local: dict[str, int], make_case: Any) -> None:
+@pytest.mark.parametrize("images", [(), ((30, 60), (70, 170))], ids=["text", "images"])
+@pytest.mark.parametrize("local", [{"window": 16}, {"window": 65}, {"chunk": 16}, {"chunk": 100}, {}], ids=str)
+def test_windows_chunks_and_images_of_long_prompts(local: dict[str, int], images: Any, make_case: Any) -> None:
     # In each tile, the keys at both ends are visible to some of its tokens, and those in the middle to all.
-    check_case(make_case([150], [190], torch.float32, 2, 1, 16, **local))
+    check_case(make_case([150], [190], torch.float32, 2, 1, 16, images=images, **local))
 
 
 def test_rows_around_borders_of_chunks(main_dtype: torch.dtype, make_case: Any) -> None:
@@ -183,7 +188,7 @@ def test_rows_around_borders_of_chunks(main_dtype: torch.dtype, make_case: Any) 
 
 @pytest.mark.parametrize("cache_dtype", [None, *FP8_DTYPES], ids=str)
 def test_caches(cache_dtype: torch.dtype | None, main_dtype: torch.dtype, make_case: Any) -> None:
-    case = make_case([1, 12], [70, 40], main_dtype, cache_dtype=cache_dtype)
+    case = make_case([1, 12], [70, 40], main_dtype, cache_dtype=cache_dtype, images=((30, 38),))
     if cache_dtype is None:
         check_case(case)
         return
