@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -115,8 +116,13 @@ def _weight_outside(body: bytes) -> int:
 
 
 def _count(body: bytes, characters: bytes) -> int:
-    """Count the bytes of the body that are in ``characters``. Unlike ``bytes.count``, as fast if all of them are."""
-    return len(body) - len(body.translate(None, characters))
+    """Count the bytes of the body that are in ``characters``.
+
+    Unlike ``bytes.count``, as fast if all of them are; and numpy does not hold the interpreter's lock, for which the
+    event loop would wait while bodies with images are read.
+    """
+    values = np.frombuffer(body, np.uint8)
+    return sum(int(np.count_nonzero(values == each)) for each in characters)
 
 
 def _decode(body: bytes) -> dict[str, Any]:
