@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import StoredRows, decode_base64
+from quire.frontend.images.source import StoredRows, check_base64, decode_base64
 from quire.frontend.images.store import ItemStore, remove_file
 from quire.protocol.errors import printable
 
@@ -52,9 +52,9 @@ class RowsReader:
         try:
             match value:
                 case str():
-                    return self._store_rows(*_of_file(decode_base64(value, most)))
+                    return self._store_rows(*_of_file(decode_base64(check_base64(value, most))))
                 case {"dtype": dtype, "shape": shape, "data": str(data), **others} if not others:
-                    return self._store_rows(dtype, shape, decode_base64(data, most))
+                    return self._store_rows(dtype, shape, decode_base64(check_base64(data, most)))
             raise Refused("must be base64 of a safetensors file, or an object with dtype, shape and data in base64")
         except Refused as refused:
             raise refused.about(where) from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import StoredImage
+from quire.frontend.images.source import StoredImage, decode_base64
 from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
 from quire.version import install_command
 
@@ -42,10 +42,11 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
-    """``path``: file to write, which does not exist."""
+    """``path``: file to write, which does not exist. ``data``: an image's file, or base64 of one."""
 
     path: str
     data: bytes
+    is_base64: bool
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
@@ -75,13 +76,13 @@ class ImageHelper:
         if self._problem:  # then it ended, and would end again
             raise Refused(self._problem)
 
-    def prepare(self, data: bytes, path: str) -> StoredImage:
+    def prepare(self, data: bytes, path: str, *, is_base64: bool = False) -> StoredImage:
         """Write the tensors of an image to a file and return the rest.
 
         Raises:
             Refused: the image cannot be used, it killed the helper twice, or the helper got no CPU time.
         """
-        question = msgspec.msgpack.encode(Question(path, data))
+        question = msgspec.msgpack.encode(Question(path, data, is_base64))
         for is_last in (False, True):
             try:
                 self.start()
@@ -128,7 +129,8 @@ def answer(processor: "Processor", question: bytes, max_pixels: int) -> bytes:
     asked = msgspec.msgpack.decode(question, type=Question)
     found: StoredImage | Failure
     try:
-        found = processor.prepare(asked.data, max_pixels, asked.path)
+        data = decode_base64(asked.data) if asked.is_base64 else asked.data
+        found = processor.prepare(data, max_pixels, asked.path)
     except Refused as refused:
         found = Failure(refused.text)
     except MemoryError:

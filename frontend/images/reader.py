@@ -12,7 +12,7 @@ from quire.frontend.images.fetch import Fetcher
 from quire.frontend.images.image_helper import MODULE, Hello, ImageHelper
 from quire.frontend.images.options import ImageOptions
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import ImageSource, StoredImage, decode_base64
+from quire.frontend.images.source import ImageSource, StoredImage, check_base64
 from quire.frontend.images.store import ItemStore, remove_file
 from quire.protocol.errors import InvalidRequest, counted
 from quire.protocol.process.helper import HelperDied
@@ -113,20 +113,24 @@ class ImageReader:
 
     def _read(self, source: ImageSource) -> StoredImage:
         try:
+            if source.data is None and source.url[:5].lower() == "data:":
+                return self._stored(self._base64(source.url), is_base64=True)
             return self._stored(self._content(source))
         except Refused as refused:
             raise refused.about(source.where) from None
+
+    def _base64(self, url: str) -> bytes:
+        """Return the base64 of a data URL, which helpers decode: if this process did, its streams would wait for it."""
+        head, _, body = url.partition(",")
+        if not _DATA_URL.fullmatch(head):
+            raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
+        return check_base64(body, self._options.max_image_bytes).encode()
 
     def _content(self, source: ImageSource) -> bytes:
         """Return the bytes of an image's file."""
         most = self._options.max_image_bytes
         if source.data is not None:
             content = source.data
-        elif source.url[:5].lower() == "data:":
-            head, _, body = source.url.partition(",")
-            if not _DATA_URL.fullmatch(head):
-                raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
-            content = decode_base64(body, most)
         elif self._fetcher is not None:
             content = self._fetcher.fetch(source.url)
         else:
@@ -135,24 +139,24 @@ class ImageReader:
             raise Refused(f"must be a file of at most {most} bytes (got {len(content)})")
         return content
 
-    def _stored(self, data: bytes) -> StoredImage:
-        """Return the stored image of a file, after at most one run of the processor for all that ask at a time."""
+    def _stored(self, data: bytes, *, is_base64: bool = False) -> StoredImage:
+        """Return the stored image of a file or its base64, after at most one run of the processor for all that ask."""
         content, own = hashlib.sha256(data).digest(), Future[StoredImage]()
         reading = self._reading.setdefault(content, own)  # atomic
         if reading is own:
             try:
-                own.set_result(self._store.known(content) or self._prepared(content, data))
+                own.set_result(self._store.known(content) or self._prepared(content, data, is_base64))
             except BaseException as error:
                 own.set_exception(error)
             finally:
                 del self._reading[content]
         return reading.result()
 
-    def _prepared(self, content: bytes, data: bytes) -> StoredImage:
+    def _prepared(self, content: bytes, data: bytes, is_base64: bool) -> StoredImage:
         path = self._store.new_path()
         helper = self._idle.get()
         try:
-            return self._store.add(helper.prepare(data, path), content)
+            return self._store.add(helper.prepare(data, path, is_base64=is_base64), content)
         except BaseException:
             remove_file(path)
             raise

@@ -65,10 +65,15 @@ class StoredRows:
     num_bytes: int
 
 
-def decode_base64(text: str, max_bytes: int) -> bytes:
-    """Return the bytes of standard base64. Raises Refused: anything else, or too many of them."""
+def check_base64(text: str, max_bytes: int) -> str:
+    """Return the text. Raises Refused if it stands for too many bytes."""
     if len(text) > (max_bytes + 2) // 3 * 4:
         raise Refused(f"must have at most {max_bytes} bytes (got about {len(text) * 3 // 4})")
+    return text
+
+
+def decode_base64(text: str | bytes) -> bytes:
+    """Return the bytes of standard base64. Raises Refused: anything else."""
     try:
         return a2b_base64(text, strict_mode=True)
     except ValueError:
