@@ -75,6 +75,9 @@ def serve(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--seed", 0, "random seed for arrivals and sampling")
     parser.add_argument("--chat", action="store_true", help="send chat messages instead of raw completions")
     parser.add_argument("--ignore-eos", action="store_true", help="generate exactly --max-tokens per request")
+    images = "measure inter-token latency alone and beside N images in work, by turns"
+    parser.add_argument("--images", type=int, metavar="N", help=images)
+    _add_number(parser, "--rounds", 5, "rounds of --images, after one to warm up")
     parser.add_argument("--model", metavar="MODEL", help="served model name to request (first one listed)")
     parser.add_argument("--api-key", metavar="KEY", help="API key for the server (environment QUIRE_API_KEY)")
     _add_json(parser)

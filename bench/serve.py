@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from quire.bench import beside_images
 from quire.bench.dataset import random_prompts, read_prompts
 from quire.bench.measure.http_client import Prompt, RequestSettings, ServerClient, Timing
 from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("num_prompts", "input_len", "concurrency", "max_tokens"):
+    for name in ("num_prompts", "input_len", "concurrency", "max_tokens", "images", "rounds"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1 (got {value})")
@@ -61,18 +62,30 @@ async def _run(args: argparse.Namespace, texts: list[str]) -> int:
             free = f"the context of {context} tokens without --max-tokens"
             raise ConfigError(f"--input-len must be at most {room}, {free} (got {args.input_len})")
         prompts, num_cut = await fit_prompts(client, model, texts, args.input_len or room, chat=args.chat)
-        before = await client.metrics()
         settings = RequestSettings(model, args.max_tokens, args.temperature, args.seed, args.chat, args.ignore_eos)
 
         def send(prompt: Prompt) -> Awaitable[Timing]:
             return client.stream(settings, prompt, time.perf_counter)
 
+        async def load(prompts: Sequence[Prompt]) -> list[Timing]:
+            with tqdm(total=len(prompts), desc="Requests", file=sys.stderr) as bar:
+                if args.rate is None:
+                    return await closed_loop(prompts, args.concurrency, send, bar.update)
+                return await open_loop(prompts, arrivals(args.rate, args.seed), send, bar.update)
+
+        async def phase(number: int) -> list[Timing]:
+            if args.dataset != RANDOM:
+                return await load(prompts)
+            texts = random_prompts(args.num_prompts, args.input_len, args.seed + number)
+            return await load((await fit_prompts(client, model, texts, args.input_len, chat=args.chat))[0])
+
+        if args.images is not None:
+            report = await beside_images.measure(args, client, model, phase)
+            report.publish(args.json)
+            return sum(report.results["errors"].values())
+        before = await client.metrics()
         start, cpu_start = time.perf_counter(), time.process_time()
-        with tqdm(total=len(prompts), desc="Requests", file=sys.stderr) as bar:
-            if args.rate is None:
-                timings = await closed_loop(prompts, args.concurrency, send, bar.update)
-            else:
-                timings = await open_loop(prompts, arrivals(args.rate, args.seed), send, bar.update)
+        timings = await load(prompts)
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         after = await _settled_metrics(client)
     num_cut = 0 if args.dataset == RANDOM else num_cut  # a random prompt has more words than it needs

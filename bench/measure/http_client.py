@@ -19,7 +19,8 @@ TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 COMPLETE_REASONS = ("stop", "length")
 
-Prompt = str | list[int]
+Prompt = str | list[int] | list[dict[str, Any]]
+"""``dict``: parts of a chat message."""
 Transport = httpx.AsyncBaseTransport
 
 

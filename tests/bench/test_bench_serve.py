@@ -272,9 +272,10 @@ def test_parse_metrics() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("concurrency", 0), ("max_tokens", 0), ("num_prompts", 0), ("input_len", 0), ("rate", 0.0), ("rate", -1.0)],
+    [("concurrency", 0), ("max_tokens", 0), ("num_prompts", 0), ("images", 0), ("rate", 0.0), ("rate", -1.0)],
 )
 def test_flags_out_of_range(name: str, value: float) -> None:
     fine = {"num_prompts": None, "input_len": None, "concurrency": 1, "max_tokens": 1, "rate": None}
+    fine |= {"images": None, "rounds": 1}
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be"):
         run(argparse.Namespace(**(fine | {name: value})))

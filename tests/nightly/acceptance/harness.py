@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import beside_images
 import engine_deaths
 import faults
 import front_end_cost
@@ -116,6 +117,10 @@ def _add_loads(under: Any) -> None:
     adapted.add_argument("--rounds", type=int, default=4, metavar="N", help="rounds of the measurement of gaps (4)")
     adapted.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the load (0)")
     adapted.add_argument("--serve-args", metavar="FLAGS", help="further flags of the server, as one string")
+    seen = _command(under, "images", "Time text streams beside 100 images in work.", beside_images.run)
+    seen.add_argument("--simulate", metavar="COST", help="simulated device, such as constant:10 (the CPU)")
+    seen.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds without and with images (5)")
+    seen.add_argument("--serve-args", metavar="FLAGS", help="further flags of the server, as one string")
     for one in (streams, cost, long, attacked):
         one.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the load (0)")
         one.add_argument("--url", metavar="URL", help="running server to test (default: start one with the demo model)")

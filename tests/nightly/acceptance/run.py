@@ -9,7 +9,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE.parent), *(str(HERE.parents[2] / "support" / name) for name in ("common", "launch"))]
+    folders = ("common", "launch", "worker")
+    sys.path[:0] = [str(HERE.parent), *(str(HERE.parents[2] / "support" / name) for name in folders)]
     from harness import main
 
     main()

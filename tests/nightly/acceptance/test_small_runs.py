@@ -50,6 +50,12 @@ def test_cost(tmp_path: Path) -> None:
     assert all(each["us_per_token"] > 0 for each in found["streams"].values())
 
 
+def test_images(tmp_path: Path) -> None:
+    found = found_by(tmp_path, "images --simulate constant:5 --rounds 1")
+    assert found["errors"] == {} and found["images_answered"] > 0
+    assert 0 < found["most_rows_in_encoder_cache"] <= found["rows_of_encoder_cache"]
+
+
 def test_soak(tmp_path: Path) -> None:
     served = Served("--num-gpu-blocks-override", "2048")
     try:  # growth is measured of a server that the harness started, and so few requests always grow
