@@ -71,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             to ``bad_words_token_ids``: the last token of each is banned after the others.
         logprobs: number of most likely tokens (0 to 20) to return with log probabilities, besides the sampled
             token; None for no log probabilities. ``--logprobs-mode`` selects the distribution.
+        logprob_token_ids: up to 128 tokens to return with log probabilities instead of the most likely ones, in this
+            order.
         prompt_logprobs: the same for prompt tokens except the first; such a request reuses no cached prefix.
         thinking_token_budget: maximum number of tokens between the engine's thinking markers; then the end marker is
             forced.
@@ -129,6 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     return_timeline: bool = False
     skip_reading_prefix_cache: bool = False
     plain_spans: list[list[int]] = []
+    logprob_token_ids: list[int] = []
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_N)
@@ -202,6 +205,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.plain_spans, list):
             raise _wrong_entries("plain_spans", "a list of pairs of integers", self.plain_spans)
         set_field(self, "plain_spans", [check_ids("plain_spans", span, 2, 2) for span in self.plain_spans])
+        given_ids = check_ids("logprob_token_ids", self.logprob_token_ids, 0, MAX_CANDIDATES)
+        set_field(self, "logprob_token_ids", given_ids)
         words = [check_ids("bad_words_token_ids", ids, 1, MAX_BAD_WORD_LENGTH) for ids in self.bad_words_token_ids]
         set_field(self, "bad_words_token_ids", words)
 
@@ -257,6 +262,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "logit_bias": list(self.logit_bias),
             "allowed_token_ids": self.allowed_token_ids or [],
             "bad_words_token_ids": [token for word in self.bad_words_token_ids for token in word],
+            "logprob_token_ids": self.logprob_token_ids,
         }
 
     @property
@@ -266,13 +272,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def num_candidates(self) -> int | None:
-        """Number of most likely tokens that the workers report: for log probabilities or beams. None: none.
+        """Number of tokens that the workers report beside the sampled one: for log probabilities or beams. None: none.
 
         For beams twice their width, and at least 8 more than it: all beams can continue in a step in which each of the
         best tokens is one of up to 8 stop tokens.
         """
         if self.beam_width is None:
-            return self.logprobs
+            return len(self.logprob_token_ids) or self.logprobs
         return min(max(2 * self.beam_width, self.beam_width + 8), MAX_CANDIDATES)
 
     @property
@@ -321,6 +327,7 @@ _NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "stop": ([],),
     "logprobs": (None,),
+    "logprob_token_ids": ([],),
     "prompt_logprobs": (None,),
     "thinking_token_budget": (None,),
     "repetition_detection": (None,),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.request.sampling_params import SamplingParams
+from quire.protocol.request.sampling_params import MAX_CANDIDATES, SamplingParams
 from quire.protocol.wire.arrays import Float32, Int32
 from quire.protocol.wire.logprobs import LogprobArrays
 
@@ -245,7 +245,7 @@ LOGPROBS = SideKind(
     num_ints=2,  # the token itself and the most likely ones, and the rank of the token itself
     is_wide=(True, False, True),
     width=lambda sampling, _, model: None if (n := sampling.num_candidates) is None else 1 + min(n, model.vocab_size),
-    value=lambda rows: _logprobs(rows).entries(),
+    value=lambda rows: _logprobs(rows).entries(MAX_CANDIDATES),
     value_error=_logprob_error,
 )
 PROMPT_LOGPROBS = SideKind(

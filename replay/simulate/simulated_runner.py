@@ -151,8 +151,8 @@ class SimulatedRunner:
         self._columns.first_end[handle] = new.num_prompt_tokens + sampling.min_tokens
         if sampling.allowed_token_ids is not None:
             self._options.allowed[handle] = np.array(sampling.allowed_token_ids, np.int32)
-        if sampling.logprobs is not None:
-            self._options.num_logprobs[handle] = min(sampling.logprobs, self._vocab_size)
+        if sampling.num_candidates is not None and not sampling.use_beam_search:
+            self._options.num_logprobs[handle] = min(sampling.num_candidates, self._vocab_size)
         if sampling.prompt_logprobs is not None:
             num_best = min(sampling.prompt_logprobs, self._vocab_size)
             prompt = token_ids[: new.num_prompt_tokens].copy()

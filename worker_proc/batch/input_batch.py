@@ -99,6 +99,8 @@ class InputBatch:
         samples: false for rows that end with their prompt.
         serial: number of the addition that filled the row, from 1; never reused.
         seed, temperature, top_k, top_p, min_p, num_logprobs, num_prompt_logprobs (-1: none): sampling parameters.
+        logprob_tokens: lists of the tokens whose log probabilities are reported instead of the most likely ones'; None
+            without one.
         searches: true for the beams of a search, whose log probabilities are those after logits processors.
         given_end: the position behind the last one whose embedding is not its token's; 0: there is none.
         rope_offset: what the rotary position of a token behind the last item is more than its position.
@@ -145,6 +147,7 @@ class InputBatch:
         self.top_p = column(np.float32, lambda new: new.sampling.top_p)
         self.min_p = column(np.float32, lambda new: new.sampling.min_p)
         self.num_logprobs = column(np.int32, lambda new: _count(new.sampling.num_candidates), -1)
+        self.logprob_tokens = column(np.object_, lambda new: new.sampling.logprob_token_ids or None, None)
         self.searches = column(np.bool_, lambda new: new.sampling.use_beam_search)
         self.given_end = column(np.int32, lambda new: given_end(new.items))
         self.rope_offset = column(np.int32, lambda new: rope_offset(new.items))

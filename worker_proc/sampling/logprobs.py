@@ -25,6 +25,22 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) ->
     return _by_torch(logits, tokens, num_best) if native is None else native.top_logprobs(logits, tokens, num_best)
 
 
+def with_given(found: TopLogprobs, logits: torch.Tensor, rows: torch.Tensor, given: torch.Tensor) -> TopLogprobs:
+    """Return ``found`` with given tokens in place of the most likely ones in some rows.
+
+    Args:
+        logits: float32 ``[n, vocab]``, those of ``found``.
+        rows: int64 ``[m]``.
+        given: int64 ``[m, k]``: the tokens of each of ``rows``.
+    """
+    k = given.shape[1]
+    more = (0, max(1 + k - found.token_ids.shape[1], 0))
+    token_ids, values = (torch.nn.functional.pad(each, more) for each in (found.token_ids, found.values))
+    token_ids[rows, 1 : 1 + k] = given
+    values[rows, 1 : 1 + k] = torch.log_softmax(logits[rows], dim=-1).gather(-1, given)
+    return TopLogprobs(token_ids, values, found.ranks)
+
+
 def _by_torch(logits: torch.Tensor, tokens: torch.Tensor, num_best: int) -> TopLogprobs:
     given = tokens[:, None]
     # -0.0 + 0.0 is 0.0: both zeros rank equal.

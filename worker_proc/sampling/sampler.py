@@ -21,7 +21,7 @@ from quire.worker_proc.batch.positions import Ints, SampledPositions
 from quire.worker_proc.device.transfer import Transfer
 from quire.worker_proc.sampling.accept import Accepted, Choose
 from quire.worker_proc.sampling.draw import Draw, make_draw
-from quire.worker_proc.sampling.logprobs import token_logprobs
+from quire.worker_proc.sampling.logprobs import token_logprobs, with_given
 from quire.worker_proc.sampling.processors import LogitsProcessors
 from quire.worker_proc.sampling.token_masks import TokenMasks
 
@@ -182,7 +182,9 @@ class Sampler:
             source = self._sampled_logits(logits[wanted.index], wanted.columns) if raw is None else raw
             if wanted.beams is not None and (edited or raw is None):
                 source[wanted.beams] = logits[wanted.index[wanted.beams]]
-            values = token_logprobs(source, tokens[wanted.index], int(wanted.num_best.max()))
+            values = token_logprobs(source, tokens[wanted.index], wanted.most_likely)
+            if wanted.given is not None:
+                values = with_given(values, source, *wanted.given)
             logprobs = SampledLogprobs(wanted.at.tolist(), wanted.num_best, values)
         return SampledTokens(tokens, bad if model_bad is None else bad | model_bad, logprobs, failed)
 
@@ -219,7 +221,19 @@ class Sampler:
         columns = () if self._raw_logprobs else self._drawn_from(positions.rows[at])
         beams = np.flatnonzero(self._batch.searches[positions.rows[at]])
         index, sent_beams, *sent = self._transfer(at, beams, *columns)
-        return _LogprobPositions(at, index, asked[at], sent, sent_beams if len(beams) else None)
+        found_beams = sent_beams if len(beams) else None
+        most_likely, given = self._given_tokens(asked[at], self._batch.logprob_tokens[positions.rows[at]])
+        return _LogprobPositions(at, index, asked[at], sent, found_beams, most_likely, given)
+
+    def _given_tokens(self, asked: Ints, lists: npt.NDArray[Any]) -> tuple[int, list[torch.Tensor] | None]:
+        """Return ``most_likely`` and ``given`` of _LogprobPositions, from the lists of given tokens at each of them."""
+        rows = np.flatnonzero(lists)
+        if not len(rows):
+            return int(asked.max()), None
+        given = np.zeros((len(rows), int(asked[rows].max())), np.int64)
+        for row, tokens in zip(given, lists[rows], strict=True):
+            row[: len(tokens)] = tokens
+        return int(np.delete(asked, rows).max(initial=0)), self._transfer(rows, given)
 
     def _scaled_positions(self, positions: SampledPositions) -> "_ScaledPositions":
         temperature = self._batch.temperature[positions.rows]
@@ -267,6 +281,8 @@ class _LogprobPositions:
     ``num_best``: as of SampledLogprobs.
     ``columns``: the parameters of the distributions that they are sampled from, for processed log probabilities.
     ``beams``: int64, those of these positions that belong to beams; None without any.
+    ``most_likely``: how many most likely tokens any of them asks for.
+    ``given``: those of these positions that ask for given tokens, and these, as of ``with_given``; None without any.
     """
 
     at: Ints
@@ -274,6 +290,8 @@ class _LogprobPositions:
     num_best: Ints
     columns: list[torch.Tensor]
     beams: torch.Tensor | None
+    most_likely: int
+    given: list[torch.Tensor] | None
 
     def raw_logits(self, logits: torch.Tensor, *, edited: bool) -> torch.Tensor:
         """Return the logits of these positions; a copy if ``logits`` will be ``edited``."""

@@ -13,7 +13,7 @@ from quire.frontend.engine.job import JOB_ID_PATTERN, JOB_ID_RANGE
 from quire.protocol.config import MAX_PRIORITY, MIN_PRIORITY
 from quire.protocol.request.sampling_params import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH, SamplingParams
 
-_INTERNAL_FIELDS = {"bad_words_token_ids", "plain_spans"}
+_INTERNAL_FIELDS = {"bad_words_token_ids", "logprob_token_ids", "plain_spans"}
 _CONVERTED_FIELDS = {"max_tokens", "logprobs", "structured_outputs", "repetition_detection", "extra_args", "logit_bias"}
 SAMPLING_FIELDS = tuple(
     name for name in SamplingParams.__struct_fields__ if name not in _CONVERTED_FIELDS | _INTERNAL_FIELDS

@@ -47,6 +47,7 @@ GOOD: dict[str, list[Any]] = {
     "length_penalty": [1, 1.0],
     "early_stopping": [False],
     "skip_reading_prefix_cache": [True, False],
+    "logprob_token_ids": [[], [5, 3], list(range(128))],
     "plain_spans": [[], [[0, 2**31 - 1], [5, 5]]],
 }
 BAD: dict[str, tuple[list[Any], str]] = {
@@ -104,6 +105,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "length_penalty": ([10.5, -11, *NOT_NUMBERS], "length_penalty must be a number from -10 to 10"),
     "early_stopping": ([1, None, "always"], 'early_stopping must be true, false or "never"'),
     "skip_reading_prefix_cache": ([1, "yes", None], "skip_reading_prefix_cache must be true or false"),
+    "logprob_token_ids": ([None, 5, [-1], ["a"], list(range(129))], "must be a list of 0 to 128 token ids"),
     "plain_spans": ([None, 1, [1], [[1]], [[1, 2, 3]], [[-1, 2]], [[0, "x"]]], "plain_spans must be a list of"),
 }
 BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
@@ -123,6 +125,7 @@ BAD_WITH_BEAMS: dict[str, tuple[list[Any], str]] = {
     ),
     "logprobs": ([0], "logprobs must be None with"),
     "prompt_logprobs": ([0], "prompt_logprobs must be None with"),
+    "logprob_token_ids": ([[5]], "logprob_token_ids must be [] with"),
     "thinking_token_budget": ([1], "thinking_token_budget must be None with"),
     "repetition_detection": ([RepetitionDetection(max_pattern_size=1)], "repetition_detection must be None with"),
     "extra_args": ([{"a": 1}], "extra_args must be {} with"),

@@ -105,3 +105,16 @@ def test_torch_gives_the_same_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(native.token_ids, fallback.token_ids)
     assert torch.equal(native.ranks, fallback.ranks)
     torch.testing.assert_close(native.values, fallback.values)
+
+
+def test_given_tokens_are_reported_instead_of_the_most_likely() -> None:
+    """Beside them, others get their most likely tokens, and fewer than the lists are long."""
+    logits = some_logits(4)
+    rows = [{"logprob_token_ids": [7, 1, 20, 3]}, {"logprobs": 2}, EDITS | {"logprob_token_ids": [0]}, {}]
+    sampled = sample(logits, rows, "raw_logprobs")
+    assert sampled.logprobs is not None and sampled.logprobs.at == [0, 1, 2]
+    assert sampled.logprobs.num_best.tolist() == [4, 2, 1]
+    want, found = torch.log_softmax(logits, -1), sampled.logprobs.logprobs
+    for i, ids in enumerate(([7, 1, 20, 3], logits[1].topk(2).indices.tolist(), [0])):
+        assert found.token_ids[i, : 1 + len(ids)].tolist() == [int(sampled.tokens[i]), *ids]
+        torch.testing.assert_close(found.values[i, 1 : 1 + len(ids)], want[i, ids])
