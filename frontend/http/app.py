@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message
 
 from quire.frontend.engine.client import EngineClient
 from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS
+from quire.frontend.http.dialects.decisions import DecisionBody, decisions
 from quire.frontend.http.dialects.messages import count_message_tokens, create_message
 from quire.frontend.http.dialects.messages_body import MessagesBody
 from quire.frontend.http.dialects.ollama.routes import ROUTES as OLLAMA_ROUTES
@@ -106,6 +107,7 @@ ROUTES = (
     Row("GET", "/v1/responses/{id:response}/input_items", list_input_items, query=("order",)),
     Row("POST", "/v1/responses/{id:response}/cancel", cancel_response),
     *OLLAMA_ROUTES,
+    Row("POST", "/v1/decisions", decisions, DecisionBody),
     Row("POST", "/v1/requests/{id:path}/fork", fork, ForkBody),
     Row("POST", "/v1/sessions", open_session),
     Row("GET DELETE", "/v1/sessions/{id}", session),

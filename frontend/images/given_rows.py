@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,17 @@ MAX_HEADER_BYTES = 4096
 """Of a safetensors file, in addition to the largest tensor."""
 
 
-@dataclass(frozen=True, slots=True)
 class RowsReader:
-    """Reads prompts given as embeddings. Thread-safe; blocks its caller for some milliseconds per megabyte.
+    """Reads prompts given as embeddings. Thread-safe; blocks its caller for some milliseconds per megabyte."""
 
-    Attributes:
+    def __init__(self, hidden_size: int, max_rows: int, store: ItemStore) -> None:
+        """Args:
         hidden_size: width of the model's embeddings.
         max_rows: most rows, which is the longest context.
-    """
-
-    hidden_size: int
-    max_rows: int
-    store: ItemStore
+        """
+        self._hidden_size = hidden_size
+        self._max_rows = max_rows
+        self._store = store
 
     def read(self, where: str, value: object) -> StoredRows:
         """Return the embeddings of the field ``where``.
@@ -48,7 +46,7 @@ class RowsReader:
         Raises:
             InvalidRequest: anything else. Pickled tensors are refused, because to load them executes them.
         """
-        most = self.max_rows * self.hidden_size * 4 + MAX_HEADER_BYTES
+        most = self._max_rows * self._hidden_size * 4 + MAX_HEADER_BYTES
         try:
             match value:
                 case str():
@@ -72,8 +70,8 @@ class RowsReader:
             raise Refused(f"must have the dtype {' or '.join(_DTYPES)} (got {printable(dtype)})")
         name, integer, exponent = _DTYPES[dtype]
         are_sizes = isinstance(shape, list) and len(shape) == 2 and all(type(size) is int for size in shape)
-        if not are_sizes or shape[1] != self.hidden_size or not 1 <= shape[0] <= self.max_rows:
-            allowed = f"[n, {self.hidden_size}] with n from 1 to {self.max_rows}"
+        if not are_sizes or shape[1] != self._hidden_size or not 1 <= shape[0] <= self._max_rows:
+            allowed = f"[n, {self._hidden_size}] with n from 1 to {self._max_rows}"
             raise Refused(f"must have the shape {allowed} (got {printable(shape)})")
         if len(data) != (size := shape[0] * shape[1] * integer.itemsize):
             raise Refused(f"must have {size} bytes of data for its shape (got {len(data)})")
@@ -83,13 +81,13 @@ class RowsReader:
         header += b" " * (-len(header) % 8)
         content = len(header).to_bytes(8, "little") + header + data
         digest = hashlib.sha256(f"rows {dtype} {shape}\0".encode() + data).digest()
-        path = self.store.new_path()
+        path = self._store.new_path()
         try:
             Path(path).write_bytes(content)
         except OSError:
             remove_file(path)
             raise Refused("cannot be read now, because the memory is full: retry later", is_busy=True) from None
-        return self.store.add(StoredRows(digest, path, shape[0], len(content)))
+        return self._store.add(StoredRows(digest, path, shape[0], len(content)))
 
 
 def _of_file(data: bytes) -> tuple[str, list[int], bytes]:

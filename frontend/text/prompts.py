@@ -305,3 +305,16 @@ def check_template_variables(value: Any) -> dict[str, Any]:
     if taken:
         raise InvalidRequest(f"{name} must not set {min(taken)}", name)
     return value
+
+
+def template_variables(effort: str | None, kwargs: Any) -> dict[str, Any] | None:
+    """Return the variables for the chat template: those of the client, and those that express its effort.
+
+    ``reasoning_effort`` is read by the templates of gpt-oss and others. Templates that can only turn thinking on and
+    off read ``enable_thinking`` (Qwen3, GLM) or ``thinking`` (DeepSeek, Granite).
+    """
+    variables = {} if kwargs is None else check_template_variables(kwargs)
+    if effort is not None:
+        thinks = effort != "none"
+        variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **variables}
+    return variables or None

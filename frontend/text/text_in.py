@@ -298,6 +298,16 @@ class TextIn:
                 made["content"] = kept + mark_special(content[cut:], self._special)
         return marked
 
+    def marked(self, text: str, max_tokens: int) -> str:
+        """Return a text for a place in a rendered conversation, with marks as ``render_chat`` writes them.
+
+        Raises:
+            InvalidRequest: it is too long.
+        """
+        self._refuse_overlong(self._require_tokenizer("messages"), text, max_tokens, "messages")
+        plain: str = mark_special(mark_special(text, None), self._special)
+        return plain
+
     def prepare(self) -> None:
         """Start the template's helper processes, so that the first conversation does not wait for them."""
         if self.template is not None:

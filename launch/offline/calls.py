@@ -1,7 +1,7 @@
 """The calls of one ``LLM``, which run one after the other."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +18,9 @@ from quire.frontend.engine.job import Job
 from quire.frontend.images.given_rows import RowsReader
 from quire.frontend.images.reader import ImageReader
 from quire.frontend.text.chat_template import Message
+from quire.frontend.text.decisions.asking import Asker
+from quire.frontend.text.decisions.questions import read_questions
+from quire.frontend.text.decisions.reads import Answer, Decisions
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
@@ -36,6 +39,7 @@ from quire.frontend.text.text_out import TokenTexts
 from quire.launch.offline.batch import Batch, BatchPart
 from quire.launch.offline.blocking_client import BlockingClient
 from quire.launch.offline.call_options import CallOptions, RequestOptions, check_known, one_each, terms_for
+from quire.launch.offline.deciding import ReadPart
 from quire.launch.offline.pooled_input import PooledInput, RowsOutput
 from quire.launch.offline.pooling_methods import PoolingOptions
 from quire.launch.offline.prompt_input import PromptInput, given_rows, plain_prompt
@@ -44,7 +48,7 @@ from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.running import RunningRequest, check_startable, num_shared
 from quire.launch.offline.samples import PromptSamples
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, InvalidRequest
+from quire.protocol.errors import ConfigError, InvalidRequest, did_you_mean
 from quire.protocol.request import plugins
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
@@ -206,6 +210,25 @@ class OfflineCalls:
             self._finish(parts, len(parts), options)
         return [part.output for part in parts]
 
+    def decide(
+        self, given: Any, questions: Any, variables: Mapping[str, Any] | None, options: RequestOptions
+    ) -> list[Answer]:
+        """Answer questions about one conversation; arguments as of ``LLM.decide``."""
+        check_known("LLM.decide()", options, RequestOptions)
+        self.capabilities.require_generation("LLM.decide")
+        asked = read_questions(questions, _refuse)
+        messages, for_template = self.conversation(given, ChatOptions(variables=variables))
+        asker = Asker(messages, for_template, self._text_in, self.client, self._markers)
+        made = Decisions([asker.ask(question) for question in asked])
+        (terms,) = terms_for(options, 1, self._adapters)
+        for reads in made.stages:
+            with self._names(len(reads)) as names:
+                parts = [
+                    ReadPart(self.client, name, terms, made, read) for name, read in zip(names, reads, strict=True)
+                ]
+                self._finish(parts, len(parts), {})
+        return made.answers()
+
     def _finish(self, parts: ListLike[BatchPart], num_prompts: int, options: Mapping[str, Any]) -> None:
         """Run the sequences of a call until all have ended, or none runs any more."""
         batch = Batch(self.client, parts)
@@ -244,3 +267,7 @@ class OfflineCalls:
     @cached_property
     def _input_encoder(self) -> InputEncoder:
         return InputEncoder(self._text_in, self.client, self.capabilities.require_pooling("LLM"))
+
+
+def _refuse(name: str, known: Collection[str]) -> None:
+    raise InvalidRequest(f"unknown field {name}{did_you_mean(name, known)}", name, "unknown_parameter")

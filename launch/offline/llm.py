@@ -11,8 +11,9 @@ from typing import Any, Unpack
 from quire.frontend.engine.session import controls_of_pause
 from quire.frontend.images.make import make_readers
 from quire.frontend.images.options import ImageOptions
+from quire.frontend.text.decisions.reads import Answer
 from quire.frontend.text.pooling.capabilities import Capabilities
-from quire.frontend.text.prompts import check_template_variables, encode_messages
+from quire.frontend.text.prompts import check_template_variables, encode_messages, template_variables
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.launch.config.engine_config import make_engine_config
 from quire.launch.config.model_folder import find_model
@@ -163,6 +164,34 @@ class LLM(PoolingMethods):
         checked = [self._calls.conversation(each, for_template) for each in conversations]
         encoded = [encode_messages(*each, self._text_in, self) for each in checked]
         return self._calls.run(encoded, sampling_params, options)
+
+    def decide(
+        self,
+        input: str | list[dict[str, Any]],
+        questions: ListLike[dict[str, Any]],
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Answer]:
+        """Answer predicate, choice and score questions about one text with probabilities (docs/decisions.md).
+
+        The text is computed once. ``options``: as of RequestOptions.
+
+        Args:
+            input: a text, or a conversation as of ``chat``.
+            questions: 1 to 400, with the fields of ``/v1/decisions``.
+            chat_template_kwargs: variables for the template.
+
+        Returns:
+            One Answer per question, in order.
+
+        Raises:
+            InvalidRequest: the input or a question is refused, with its field.
+            EngineError: the engine has failed.
+        """
+        messages = [{"role": "user", "content": input}] if isinstance(input, str) else input
+        variables = template_variables("none", chat_template_kwargs)
+        return self._calls.decide(messages, list(questions), variables, options)
 
     def start(
         self,

@@ -37,6 +37,7 @@ EXPECTED = {
     "/v1/responses/{id:response}/cancel": ({"POST"}, 404),
     **dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"), ({"POST"}, 400)),
     **dict.fromkeys(("/api/tags", "/api/ps", "/api/version"), ({"GET", "HEAD"}, 200)),
+    "/v1/decisions": ({"POST"}, 400),
     "/v1/requests/{id:path}/fork": ({"POST"}, 400),
     "/v1/sessions": ({"POST"}, 200),
     "/v1/sessions/{id}": ({"GET", "HEAD", "DELETE"}, 404),

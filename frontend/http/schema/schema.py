@@ -35,7 +35,7 @@ from quire.frontend.text.chat_template import Message
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.writing import AnswerWriter
-from quire.frontend.text.prompts import MAX_PROMPTS, ModelLimits, check_params, check_template_variables, split_prompts
+from quire.frontend.text.prompts import MAX_PROMPTS, ModelLimits, check_params, split_prompts, template_variables
 from quire.frontend.text.text_in import ChatOptions
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request import plugins
@@ -387,16 +387,3 @@ def ranked(params: SamplingParams, best_of: int, *, stream: bool) -> SamplingPar
     if params.use_beam_search:
         raise InvalidRequest(f"best_of must be 1 with use_beam_search (got {best_of})", "best_of", "unsupported_value")
     return msgspec.structs.replace(params, n=best_of, logprobs=params.logprobs or 0)
-
-
-def template_variables(effort: str | None, kwargs: Any) -> dict[str, Any] | None:
-    """Return the variables for the chat template: those of the client, and those that express its effort.
-
-    ``reasoning_effort`` is read by the templates of gpt-oss and others. Templates that can only turn thinking on and
-    off read ``enable_thinking`` (Qwen3, GLM) or ``thinking`` (DeepSeek, Granite).
-    """
-    variables = {} if kwargs is None else check_template_variables(kwargs)
-    if effort is not None:
-        thinks = effort != "none"
-        variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **variables}
-    return variables or None

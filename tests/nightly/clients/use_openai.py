@@ -187,11 +187,34 @@ def completions() -> None:
     assert not called
 
 
+def decisions() -> None:
+    """Values of choices keep their type, and several questions share a conversation."""
+    asked: list[Any] = [
+        {"type": "predicate", "name": "greets", "instructions": "It is a greeting."},
+        {"type": "choice", "instructions": "Which?", "choices": [{"value": True}, {"value": "true"}, {"value": "a"}]},
+        {"type": "score", "instructions": "How warm?", "levels": [{"label": "cold"}, {"label": "warm"}]},
+    ]
+    items: list[Any] = [{"role": "system", "content": "Be strict."}, {"role": "user", "content": GREETING}]
+    for given in (GREETING, items):
+        greets, which, warm = client.decisions.create(model=MODEL, input=given, questions=asked).answers
+        assert greets.type == "predicate" and greets.name == "greets" and 0 <= greets.probability <= 1
+        assert which.type == "choice" and [each.value for each in which.probabilities] == [True, "true", "a"]
+        assert warm.type == "score" and [each.label for each in warm.probabilities] == ["cold", "warm"]
+        for answer in (which, warm):
+            assert abs(sum(each.probability for each in answer.probabilities) - 1) < 1e-6
+    try:
+        client.decisions.create(model=MODEL, input=GREETING, questions=[])
+    except openai.BadRequestError as error:
+        assert error.param == "questions"
+        return
+    raise AssertionError("a request without questions was accepted")
+
+
 report(
     [
         *(chat_second_turn, chat_tool_loop, chat_stream, chat_structured),
         *(responses_second_turn, responses_tool_loop, responses_stream, responses_structured),
-        *(responses_are_stored, responses_in_background, completions),
+        *(responses_are_stored, responses_in_background, completions, decisions),
     ],
     "openai",
 )

@@ -80,10 +80,15 @@ class FakeSequence(PulledSequence):
         return EndReason.LENGTH if cut else self.ending
 
     def _update(self, part: list[int], ended: EndReason | None) -> Update:
-        wanted = self.params.logprobs
+        wanted, given = self.params.logprobs, self.params.logprob_token_ids
+        logprobs = None if wanted is None else [fake_logprobs(token, wanted) for token in part]
+        if given:
+            logprobs = [
+                TokenLogprobs(token, -0.5, 1, [(each, given_logprob(each)) for each in given]) for token in part
+            ]
         return Update(
             token_ids=part,
-            logprobs=None if wanted is None else [fake_logprobs(token, wanted) for token in part],
+            logprobs=logprobs,
             ended=ended,
             num_output_tokens=self.delivered,
             num_cached_tokens=len(self.prompt) // 2,
@@ -129,6 +134,11 @@ def fake_experts(num_rows: int) -> np.ndarray[Any, Any]:
 
 def fake_logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (5, -2.0), (6, float("-inf"))][:count])
+
+
+def given_logprob(token: int) -> float:
+    """Return the log probability of a token that a request has asked for."""
+    return -1.0 - token % 5
 
 
 def fake_prompt_logprobs(prompt: list[int]) -> LogprobArrays:

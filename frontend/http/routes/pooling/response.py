@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.frontend.http.routes.formatter import PromptTokens
 from quire.frontend.http.routes.generate import WRITE_BYTES, new_request_id
-from quire.frontend.http.routes.pooling.run import Batch, Outcome, PooledRun
+from quire.frontend.http.routes.pooling.run import Batch, Outcome, PooledInputs, PooledRun
 from quire.frontend.http.schema.pooling_requests import PooledRequest
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
@@ -94,7 +94,8 @@ class PooledResponse:
         scope["state"][IGNORED_FIELDS] = request.ignored
         self._is_at_once = len(request.inputs) <= MAX_AT_ONCE
         terms = self._server.of_client(request.terms, scope)
-        self._run = PooledRun(self._server, self._encoder, request, request_id, terms, fails_together=self._is_at_once)
+        inputs = PooledInputs(self._encoder, request)
+        self._run = PooledRun(self._server, inputs, request_id, terms, fails_together=self._is_at_once)
         log.info("request", id=request_id, inputs=len(request.inputs), task=request.params.task)
         try:
             await run_until_disconnect(receive, self._respond(send))

@@ -1,10 +1,11 @@
-"""The inputs of one request for vectors or scores in the engine: a bounded number at a time, results in their order."""
+"""The inputs of one request in the engine: a bounded number at a time, results in their order."""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import LONG_TEXT_CHARS
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.pooling_params import NO_SAMPLING
-from quire.protocol.wire.front_end_messages import EndReason
+from quire.protocol.wire.front_end_messages import AddRequest, EndReason
 
 WINDOW = 512
 """Inputs between the first one without a written result and the last one that was submitted."""
@@ -42,6 +43,81 @@ OWN_ERRORS = frozenset(("invalid_value", "context_length_exceeded", "kv_pool_too
 Rows = npt.NDArray[np.float32]
 Outcome = Rows | ApiError
 Batch = list[tuple[int, Outcome]]
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RunInputs(Protocol[T_co]):
+    """What a run submits, and what it makes of the results.
+
+    Attributes:
+        model: as the client names it.
+        are_checked: none is refused when its prompt is made, which is done as it is submitted.
+    """
+
+    model: str
+    are_checked: bool
+
+    def __len__(self) -> int: ...
+
+    def num_chars(self, index: int) -> int:
+        """Return the characters that making a prompt takes as long as tokenizing."""
+        ...
+
+    def prompt(self, index: int) -> Prompt:
+        """Return a prompt; raise InvalidRequest if the input is refused."""
+        ...
+
+    def size(self, prompt: Prompt) -> int:
+        """Return the bytes of a prompt and its result."""
+        ...
+
+    def request(self, request_id: str, index: int, prompt: Prompt, terms: Terms) -> AddRequest: ...
+
+    def outcome(self, update: Update) -> T_co | str:
+        """Return the result of an input that has ended, or why there is none."""
+        ...
+
+
+class PooledInputs:
+    """The inputs of a request for vectors or scores, each of which becomes float32 ``[rows, width]``."""
+
+    are_checked = False
+
+    def __init__(self, encoder: InputEncoder, request: PooledRequest) -> None:
+        self._encoder = encoder
+        self._request = request
+        self.model = request.model
+
+    def __len__(self) -> int:
+        return len(self._request.inputs)
+
+    def num_chars(self, index: int) -> int:
+        return _num_chars(self._request.inputs[index], self._encoder)
+
+    def prompt(self, index: int) -> Prompt:
+        request = self._request
+        return self._encoder.encode(
+            request.inputs[index],
+            request.truncation,
+            request.field_of(index),
+            add_special_tokens=request.add_special_tokens,
+        )
+
+    def size(self, prompt: Prompt) -> int:
+        params = self._request.params
+        num_rows = len(prompt.token_ids) if params.task == "token_embed" else 1
+        return 4 * (len(prompt.token_ids) + num_rows * self._encoder.pooling.width(params.task, params.dimensions))
+
+    def request(self, request_id: str, index: int, prompt: Prompt, terms: Terms) -> AddRequest:
+        request = terms.request(request_id, prompt, NO_SAMPLING, 0)
+        return replace(request, pooling=for_prompt(self._request.params, prompt))
+
+    def outcome(self, update: Update) -> Rows | str:
+        if error := update.pooling_error:
+            return error
+        assert update.pooled is not None
+        return update.pooled
 
 
 @dataclass(slots=True)
@@ -54,8 +130,8 @@ class _Open:
     size: int
 
 
-class PooledRun:
-    """Submits inputs and returns what becomes of each: float32 ``[rows, width]``, or an error of this input alone.
+class PooledRun(Generic[T]):
+    """Submits inputs and returns what becomes of each: its result, or an error of this input alone.
 
     Attributes:
         clocks: of all inputs that were submitted, if requests are traced.
@@ -66,8 +142,7 @@ class PooledRun:
     def __init__(
         self,
         server: Server,
-        encoder: InputEncoder,
-        request: PooledRequest,
+        inputs: RunInputs[T],
         request_id: str,
         terms: Terms,
         *,
@@ -75,15 +150,14 @@ class PooledRun:
     ) -> None:
         """``fails_together``: the error of one input is that of the request. All inputs are then tokenized first."""
         self._server = server
-        self._encoder = encoder
-        self._request = request
+        self._inputs = inputs
         self._request_id = request_id
         self._terms = terms
         self._fails_together = fails_together
         self._arrival = server.metrics.now()
         self._encoded: deque[tuple[int, Prompt]] = deque()
         self._open: dict[int, _Open] = {}
-        self._done: dict[int, Outcome] = {}
+        self._done: dict[int, T | ApiError] = {}
         self._ready: deque[int] = deque()
         self._wake = asyncio.Event()
         self._next_encoded = self._num_returned = self._num_bytes = self._num_ended = 0
@@ -92,7 +166,7 @@ class PooledRun:
         self.clocks: list[SequenceClock] = []
         self.num_prompt_tokens = self.num_cached_tokens = 0
 
-    async def results(self) -> AsyncIterator[Batch]:
+    async def results(self) -> AsyncIterator[list[tuple[int, T | ApiError]]]:
         """Yield the outcomes in the order of the inputs, those that are known together.
 
         However this ends, no input is left in the engine.
@@ -100,13 +174,13 @@ class PooledRun:
         Raises:
             InvalidRequest, ApiError, EngineError: the whole request is refused, or the engine has failed.
         """
-        num_inputs = len(self._request.inputs)
+        num_inputs = len(self._inputs)
         limit = self._server.key_queues.limit
         window = min(num_inputs, WINDOW, limit or WINDOW)
         with self._server.enter_queue(self._terms, window) as waiting:
             try:
-                self._terms = await self._server.for_model(self._request.model, self._terms)
-                while self._fails_together and await self._encode(num_inputs):
+                self._terms = await self._server.for_model(self._inputs.model, self._terms)
+                while self._fails_together and not self._inputs.are_checked and await self._encode(num_inputs):
                     pass
                 while self._num_returned < num_inputs:
                     await self._submit(window)
@@ -130,8 +204,8 @@ class PooledRun:
             await asyncio.sleep(RETRY_S)
             self._is_refused = False
 
-    def _in_order(self) -> Batch:
-        batch: Batch = []
+    def _in_order(self) -> list[tuple[int, T | ApiError]]:
+        batch: list[tuple[int, T | ApiError]] = []
         while self._num_returned in self._done:
             batch.append((self._num_returned, self._done.pop(self._num_returned)))
             self._num_returned += 1
@@ -147,7 +221,7 @@ class PooledRun:
                     return
                 continue
             index, prompt = self._encoded[0]
-            size = self._size(prompt)
+            size = self._inputs.size(prompt)
             has_room = not self._open or self._num_bytes + size <= MAX_BYTES
             if not has_room or (self._is_refused and self._open):
                 return
@@ -158,10 +232,10 @@ class PooledRun:
     async def _encode(self, window: int) -> bool:
         """Tokenize the next inputs; return False if there are none, or the window is full."""
         begin = self._next_encoded
-        end = min(len(self._request.inputs), self._num_returned + window, begin + ENCODED_TOGETHER)
+        end = min(len(self._inputs), self._num_returned + window, begin + ENCODED_TOGETHER)
         num_chars, stop = 0, begin
         while stop < end and (stop == begin or num_chars < ENCODED_CHARS):
-            num_chars += _num_chars(self._request.inputs[stop], self._encoder)
+            num_chars += self._inputs.num_chars(stop)
             stop += 1
         if stop == begin:
             return False
@@ -177,31 +251,18 @@ class PooledRun:
         return True
 
     def _prompts(self, begin: int, end: int) -> list[Prompt | InvalidRequest]:
-        request = self._request
         found: list[Prompt | InvalidRequest] = []
         for index in range(begin, end):
             try:
-                prompt = self._encoder.encode(
-                    request.inputs[index],
-                    request.truncation,
-                    request.field_of(index),
-                    add_special_tokens=request.add_special_tokens,
-                )
-                found.append(prompt)
+                found.append(self._inputs.prompt(index))
             except InvalidRequest as error:
                 found.append(error)
         return found
 
-    def _size(self, prompt: Prompt) -> int:
-        params = self._request.params
-        num_rows = len(prompt.token_ids) if params.task == "token_embed" else 1
-        return 4 * (len(prompt.token_ids) + num_rows * self._encoder.pooling.width(params.task, params.dimensions))
-
     async def _add(self, index: int, prompt: Prompt, size: int) -> bool:
         """Submit one input; return False if the engine takes no more at present."""
         try:
-            request = self._terms.request(f"{self._request_id}-{index}", prompt, NO_SAMPLING, 0)
-            request = replace(request, pooling=for_prompt(self._request.params, prompt))
+            request = self._inputs.request(f"{self._request_id}-{index}", index, prompt, self._terms)
             sequence = await self._server.engine.add(request, partial(self._note, index))
         except InvalidRequest as refused:
             if refused.code != "queue_full" or not (self._open or self._num_returned):
@@ -270,18 +331,18 @@ class PooledRun:
     def _end(self, index: int, each: _Open, update: Update) -> None:
         """Note the outcome of an input; raise ApiError if it ends the request, as an administrator's abort does."""
         assert update.ended is not None
-        detail = update.pooling_error
-        rows = None if detail else update.pooled
-        reason = "error" if rows is None and update.ended is EndReason.STOPPED else update.ended.finish_reason
+        found = self._inputs.outcome(update)
+        detail = found if isinstance(found, str) else ""
+        reason = "error" if isinstance(found, str) and update.ended is EndReason.STOPPED else update.ended.finish_reason
         each.clock.record(
             OutputDelta("", [], None, reason, None, 0, update.num_cached_tokens, detail, None, update.admitted)
         )
         if reason == "abort":
             raise aborted_request()
-        if rows is None:
+        if isinstance(found, str):
             self._fail(index, failed_request(self._terms.without_path(detail)))
             return
-        self._done[index] = rows
+        self._done[index] = found
         self.num_prompt_tokens += len(each.prompt.token_ids)
         self.num_cached_tokens += update.num_cached_tokens
 

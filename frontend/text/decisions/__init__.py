@@ -1,0 +1,1 @@
+"""Questions about a text, and the probabilities of their allowed answers."""
