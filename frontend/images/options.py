@@ -4,7 +4,6 @@ from typing import Annotated
 
 import msgspec
 
-from quire.protocol.process.host_limits import usable_cores
 from quire.protocol.settings import Setting
 
 IMAGES = "Images"
@@ -55,7 +54,3 @@ class ImageOptions(msgspec.Struct, frozen=True, kw_only=True):
             unit="bytes",
         ),
     ] = 4 * 2**30
-
-    @property
-    def num_helpers(self) -> int:
-        return self.image_processes or min(4, usable_cores())

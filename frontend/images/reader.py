@@ -16,6 +16,7 @@ from quire.frontend.images.source import ImageSource, StoredImage, check_base64
 from quire.frontend.images.store import ItemStore, remove_file
 from quire.protocol.errors import InvalidRequest, counted
 from quire.protocol.process.helper import HelperDied
+from quire.protocol.process.host_limits import usable_cores
 from quire.protocol.process.log import event_logger
 
 MAX_WAITING = 1024
@@ -41,12 +42,13 @@ class ImageReader:
         self._store = store
         hello = Hello(model_path, token_id, options.max_image_pixels)
         self._idle: queue.LifoQueue[ImageHelper] = queue.LifoQueue()  # so that a light load uses few of them
-        self._helpers = [ImageHelper(hello, module) for _ in range(options.num_helpers)]
+        num_helpers = options.image_processes or min(4, usable_cores())
+        self._helpers = [ImageHelper(hello, module) for _ in range(num_helpers)]
         for helper in self._helpers:
             self._idle.put(helper)
         domains = options.allowed_media_domains
         self._fetcher = Fetcher(domains, options.max_image_bytes) if domains else None
-        self._threads = ThreadPoolExecutor(2 * len(self._helpers), "images")
+        self._threads = ThreadPoolExecutor(2 * num_helpers, "images")
         # Fetches have threads of their own: slow hosts do not delay images that are here.
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, "fetched images")
         self._waiting: set[Future[StoredImage]] = set()

@@ -256,8 +256,7 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
 def _check_without_ids(params: SamplingParams) -> None:
     """Raise InvalidRequest for a parameter that reads the token ids of the prompt, which embeddings do not have."""
     for name, unset in (("prompt_logprobs", None), ("repetition_penalty", 1.0)):
-        value = getattr(params, name)
-        if value != unset:
+        if (value := getattr(params, name)) != unset:
             text = f"{name} cannot be combined with prompt_embeds, which have no token ids (got {value})"
             raise InvalidRequest(text, name, "unsupported_value")
 

@@ -144,10 +144,8 @@ class TextIn:
         """Make texts plain text in a request's conversation. Two texts are the markers of thinking."""
         texts = [text for text in texts if text]
         self._markers = texts if len(texts) == 2 else []
-        self._special_besides = special_pattern(self._control.difference(texts))
-        self._control.update(texts)
         self._spelled.clear()
-        self._special = special_pattern(self._control)
+        self._protect_also(texts)
 
     def read_images(self, token_id: int) -> None:
         """Prepare for images, whose rows are at the positions of this token.
@@ -160,13 +158,12 @@ class TextIn:
             text = self.tokenizer.id_to_token(token_id)
             if text is None:
                 raise ConfigError(f"the tokenizer has no token {token_id}, which config.json names for images")
-            self._protect_also(text)
+            self._protect_also([text])
 
-    def _protect_also(self, text: str) -> None:
-        if text not in self._control:
-            self._control.add(text)
-            self._special_besides = special_pattern(self._control.difference(self._markers))
-            self._special = special_pattern(self._control)
+    def _protect_also(self, texts: Iterable[str]) -> None:
+        self._control.update(texts)
+        self._special_besides = special_pattern(self._control.difference(self._markers))
+        self._special = special_pattern(self._control)
 
     @property
     def special_tokens(self) -> dict[int, str]:
@@ -250,7 +247,8 @@ class TextIn:
             raise InvalidRequest(NO_TEMPLATE, "messages")
         images = options.images
         if images.stored:
-            self._protect_also(images.stored[0].placeholder)
+            if (placeholder := images.stored[0].placeholder) not in self._control:
+                self._protect_also([placeholder])
             if images.num_rows > max_tokens:
                 raise context_length_exceeded(max_tokens, f"at least {images.num_rows}", "messages")
         try:
