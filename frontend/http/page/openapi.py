@@ -34,18 +34,18 @@ def with_description(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows with one for their description, which is made when it is first asked for."""
 
     @cache
-    def made() -> bytes:
-        return msgspec.json.encode(_document(whole)).replace(b"``", b"`")  # descriptions are Markdown
+    def made(root_path: str) -> bytes:
+        return msgspec.json.encode(_document(whole, root_path)).replace(b"``", b"`")  # descriptions are Markdown
 
     async def openapi(server: Server, request: Request) -> Response:
         """Return this description."""
-        return Response(made(), media_type=JSON)
+        return Response(made(server.settings.root_path), media_type=JSON)
 
     whole = (*rows, Row("GET", "/openapi.json", openapi))
     return whole
 
 
-def _document(rows: Sequence[Row]) -> Schema:
+def _document(rows: Sequence[Row], root_path: str) -> Schema:
     """Return the description, in the form of OpenAPI 3.1."""
     bodies = {row.body: row.besides for row in rows if row.body is not None}
     kinds: list[type[Any]] = [*bodies, ErrorBody, SamplingParams]
@@ -63,7 +63,7 @@ def _document(rows: Sequence[Row]) -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
-        "servers": [{"url": "."}],
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],

@@ -32,8 +32,8 @@ KEYLESS = ("/", "/docs", "/openapi.json", "/health", "/ready", "/metrics")
 def serve(engine: Any, text_in: Any, client: Any) -> Any:
     """Return a client of a server with all routes, which refuses unknown fields."""
 
-    def serve(pooling: PoolingConfig = BOTH) -> Any:
-        given: dict[str, Any] = {"admin_api_keys": ("admin",), "adapters": object()}
+    def serve(pooling: PoolingConfig = BOTH, **given: Any) -> Any:
+        given |= {"admin_api_keys": ("admin",), "adapters": object()}
         given |= {"capabilities": Capabilities(True, pooling), "unknown_fields": "refuse"}
         return type(client)(make_app(engine, ServerSettings(text_in=text_in, served_model_names=("tiny",), **given)))
 
@@ -50,6 +50,8 @@ def test_each_route_and_method_is_described(serve: Any) -> None:
     response = whole.get("/openapi.json")
     assert response.headers["content-type"] == "application/json"
     described = response.json()
+    assert described["servers"] == [{"url": "/"}]
+    assert serve(root_path="/quire").get("/quire/openapi.json").json()["servers"] == [{"url": "/quire"}]
     found = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
     routes = [route for route in whole.app.routes if isinstance(route, Route)]
     expected = {(route.path_format, method) for route in routes for method in (route.methods or set()) - {"HEAD"}}

@@ -234,3 +234,15 @@ def test_an_answer_is_given_again_with_system_prompt_and_temperature(browser: Br
     first, second, _ = browser.evaluate("bodies")
     assert first["messages"] == [asked] and "temperature" not in first
     assert second["messages"] == [{"role": "system", "content": "Be brief"}, asked] and second["temperature"] == 0
+
+
+def test_the_page_of_the_routes_sends_requests_with_a_key(browser: Browser, server: Served) -> None:
+    browser.visit(f"{server.url}/docs#get-/v1/models")
+    root = "document.querySelector('rapi-doc').shadowRoot"
+    asked = f"{root}?.querySelector('api-request')?.shadowRoot"
+    until(browser, f"{asked}?.querySelector('button')")
+    browser.evaluate(f"{root}.querySelector('.api-key-input').value = 'k'")
+    browser.evaluate(f"{root}.querySelector('.api-key-input + button').click()")
+    until(browser, f"{root}.textContent.includes('1 API key applied')")
+    browser.evaluate(f"[...{asked}.querySelectorAll('button')].find((each) => each.textContent === 'TRY').click()")
+    until(browser, f"{asked}.textContent.includes('max_model_len')")

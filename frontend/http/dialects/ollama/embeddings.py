@@ -59,7 +59,10 @@ class _Vectors(Entries):
 
 
 async def embed(field: str, server: Server, request: Request) -> ASGIApp:
-    """``field``: the one with the texts, which depends on the route."""
+    """Return the vectors of texts.
+
+    ``field``: the one with the texts, which depends on the route.
+    """
     began = time.monotonic_ns()
     server.capabilities.require_task(request.scope["path"], "embed")
     server.require_serving()

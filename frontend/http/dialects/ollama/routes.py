@@ -88,6 +88,7 @@ def _entry(server: Server, card: Card) -> dict[str, Any]:
 
 
 async def _answer(kind: type[ChatBody | GenerateBody], server: Server, request: Request) -> ASGIApp:
+    """Answer a conversation, or a prompt."""
     began = time.monotonic_ns()
     server.require_generation(request.scope["path"])
     parsed, body = await read_json(request, server.texts, lambda raw: parse_body(kind, server.parser, raw))
