@@ -28,7 +28,7 @@ SHAPES: dict[str, str] = {
     'curl http://127.0.0.1:8000/v1/chat/completions -d \'{"messages"': r'\{"id":"chatcmpl-#","object":"chat\.completi'
     r'on",.*"choices":\[\{"index":#,"message":\{"role":"assistant","content":"\w.*"usage":\{"prompt_tokens":#,',
     "curl http://127.0.0.1:8000/v1/decisions": r'\{"model":".*","answers":\[\{"type":"predicate","name":"angry","probab'
-    r'ility":#\},\{"type":"choice","name":null,"choice":".*","confidence":#,"probabilities":\[\{"value":"billing",".*',
+    r'ility":#.*\},\{"type":"choice","name":null,"choice":".*","confidence":#.*,"probabilities":\[\{"value":"billing",',
     "quire chat --prompt": "#, #, #, #, #",
     "quire generate --prompt": r'\{"text":".*"token_ids":\[#',
     "quire check ": r"checkpoint +\S+\narchitecture +LlamaForCausalLM\nimplementation +native\nparameters +#",
