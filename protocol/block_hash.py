@@ -8,9 +8,8 @@ less than hashing every block together with its parent's digest.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from hashlib import sha256
-from itertools import islice, takewhile
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from xxhash import xxh3_128
@@ -210,24 +209,19 @@ class HashChain:
             # Features are in order: those that begin behind the block are not looked at, and those before it not again.
             while ended < len(self._features) and sum(self._features[ended][:2]) <= first:
                 ended += 1
-            near = takewhile(partial(_begins_before, first + tokens), islice(self._features, ended, None))
-            extra = b"".join(
-                len(f.content_hash).to_bytes(4, "little")
-                + f.content_hash
-                + (f.offset - first).to_bytes(8, "little", signed=True)
-                for f in near
-                if f.offset + f.length > first
-            )
+            extra = b""
+            for f in islice(self._features, ended, None):
+                if f.offset >= first + tokens:
+                    break
+                if f.offset + f.length > first:
+                    place = (f.offset - first).to_bytes(8, "little", signed=True)
+                    extra += len(f.content_hash).to_bytes(4, "little") + f.content_hash + place
             if extra:
                 self._state = self._hasher.restart(self._state.digest(), extra)
             self._state.update(data[at : at + size])
             self.hashes.append(self._state.digest())
             at += size
         return at
-
-
-def _begins_before(end: int, feature: InputFeature) -> bool:
-    return feature.offset < end
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:

@@ -153,6 +153,12 @@ class EngineConfig(EngineSettings, frozen=True, kw_only=True):
             return ()
         return ("image",) * (self.model.vision is not None) + ("rows",) * self.enable_prompt_embeds
 
+    @property
+    def whole_kinds(self) -> tuple[str, ...]:
+        """Kinds of ``InputItem`` whose ranges no chunk divides, because all positions of one attend to each other."""
+        vision = self.model.vision
+        return () if vision is None or vision.is_causal else ("image",)
+
     def sharing(self, rank: int) -> tuple[int, int]:
         """Return how many ranks of this engine, and how many engines, share cores and memory of a rank's machine."""
         if not self.uses_nodes:

@@ -1,12 +1,20 @@
 """Work beside the steps, as the loop sees it."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread, get_native_id
 from typing import Any, Generic, Protocol, TypeVar
+
+import torch
 
 from quire.protocol.wire.link_messages import Message
 
-Answer = TypeVar("Answer", bound=Message)
+Answer = TypeVar("Answer")
+Job = TypeVar("Job")
+CLOSE_SECONDS = 5.0
+"""Wait for the job that is running when the worker ends."""
 
 
 class Answers(Generic[Answer]):
@@ -33,6 +41,63 @@ class Answers(Generic[Answer]):
 
     def clear(self) -> None:
         self._held = []
+
+
+class SideThread(Generic[Job, Answer]):
+    """Does jobs one after the other in a thread, which starts with the first one.
+
+    Jobs of earlier worker epochs have no answers.
+    """
+
+    def __init__(
+        self, name: str, work: Callable[[Job], Answer], wake: Callable[[], None], *, niceness: int = 0
+    ) -> None:
+        """
+        Args:
+            work: does a job in the thread. It must not raise, because requests wait for the answer.
+            wake: called in the thread whenever ``take_answers`` has more to return.
+            niceness: of the thread, and of those that torch starts in it.
+        """
+        self._name, self._work, self._niceness = name, work, niceness
+        self._queue: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        # The lock guards everything below.
+        self._lock = Lock()
+        self._epoch = 0
+        self._answers = Answers[Answer](wake)
+        self.take_answers = self._answers.take
+
+    def submit(self, job: Job) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put((self._epoch, job))
+
+    def begin_worker_epoch(self) -> None:
+        """Drop what the previous scheduler has sent."""
+        with self._lock:
+            self._epoch += 1
+            self._answers.clear()
+
+    def close(self) -> None:
+        self.begin_worker_epoch()
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        if self._niceness:
+            with suppress(OSError, AttributeError):  # only on Linux is it one thread's; torch's threads inherit it
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), self._niceness)
+        while (given := self._queue.get()) is not None:
+            epoch, job = given
+            if epoch != self._epoch:
+                continue
+            with torch.inference_mode():
+                answer = self._work(job)
+            with self._lock:
+                if epoch == self._epoch:
+                    self._answers.add(answer)
 
 
 class SideWork(Protocol):

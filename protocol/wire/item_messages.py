@@ -47,6 +47,12 @@ class InputItem(msgspec.Struct, array_like=True, frozen=True):
     def num_rows(self) -> int:
         return sum(count for _, count in self.ranges)
 
+    @property
+    def key(self) -> bytes:
+        """Identity of its rows. It has their number, so that an item with the digest of another one cannot be given
+        rows of another size."""
+        return self.digest + self.num_rows.to_bytes(4, "little")
+
     def has_positions(self, begin: int, end: int) -> bool:
         """Whether some of its positions are from ``begin`` up to ``end``."""
         return any(first < end and first + count > begin for first, count in self.ranges)
@@ -63,36 +69,22 @@ def features_of(items: Iterable[InputItem]) -> list[InputFeature]:
     return found
 
 
-class RowItem(msgspec.Struct, array_like=True, frozen=True):
-    """An item as a worker's row has it.
-
-    A chunk may begin inside a range. It ends inside one only where ``VisionConfig.is_causal`` allows it.
-
-    ``number``: of its Encode, 0 if no position of the row needs it; the rows are there in each step that needs them.
-    """
-
-    number: int
-    ranges: list[tuple[int, int]]
-    grid: tuple[int, ...] = ()
-
-
 class Encode(Message, frozen=True, tag=38):
     """Compute the rows of an item and keep them, beside the steps; every rank answers with Encoded.
 
     No step uses the rows before every rank has answered, and no step that is not answered uses those that are dropped.
 
     Attributes:
-        number: identifies the rows in ``NewRequestData``; from 1, never reused for another content in a worker epoch.
+        key: of the item.
         num_rows: number of rows that the item must have.
-        dropped: numbers of the items whose rows are freed first; a rank that could not encode one does not have it.
+        dropped: keys of the items whose rows are freed first; a rank that could not encode one does not have it.
     """
 
-    number: int
-    digest: bytes
+    key: bytes
     path: str
     kind: str
     num_rows: int
-    dropped: list[int] = []
+    dropped: list[bytes] = []
 
 
 class Encoded(Message, frozen=True, tag=54):
@@ -100,11 +92,9 @@ class Encoded(Message, frozen=True, tag=54):
 
     Attributes:
         problem: why it has no rows, in one line, or empty.
-        num_bytes: bytes of the rows in this rank's memory.
         seconds: duration, without the time in the worker's queue.
     """
 
-    number: int
+    key: bytes
     problem: str = ""
-    num_bytes: int = 0
     seconds: float = 0.0

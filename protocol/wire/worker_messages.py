@@ -10,7 +10,7 @@ from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.arrays import Int32
-from quire.protocol.wire.item_messages import Encode, Encoded, RowItem
+from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Message, Refused, Welcome
 from quire.protocol.wire.side_rows import SideRows
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages, MoveBlocks
@@ -46,7 +46,8 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
             computes the request, and may be in none while the request is parked.
         pooling: what its prompt is turned into; the row then samples nothing, and ends with its last token.
         items: images and given embeddings of its prompt that have positions to compute, in ascending order. Where the
-            grids of images decide positions (``VisionConfig.mrope_section``), all of them.
+            grids of images decide positions (``VisionConfig.mrope_section``), all of them. Their rows are there in each
+            step that computes their positions.
     """
 
     handle: int
@@ -59,7 +60,7 @@ class NewRequestData(msgspec.Struct, array_like=True, frozen=True):
     seed: int
     adapter: int = 0
     pooling: PoolingParams | None = None
-    items: list[RowItem] = []
+    items: list[InputItem] = []
 
     @property
     def samples(self) -> bool:
@@ -254,6 +255,9 @@ class Digest(Message, frozen=True, tag=44):
     value: bytes
 
 
+SideWork: TypeAlias = LoadAdapter | Encode
+"""What threads of the workers do beside the steps, one after the other."""
+SideWorkDone: TypeAlias = AdapterLoaded | Encoded
 SchedulerToWorker: TypeAlias = (
     Welcome
     | Refused
@@ -264,8 +268,7 @@ SchedulerToWorker: TypeAlias = (
     | HostPages
     | DiskPages
     | MoveBlocks
-    | LoadAdapter
-    | Encode
+    | SideWork
     | Shutdown
 )
 WorkerToScheduler: TypeAlias = (
@@ -278,6 +281,5 @@ WorkerToScheduler: TypeAlias = (
     | Digest
     | BlocksMoved
     | DiskContents
-    | AdapterLoaded
-    | Encoded
+    | SideWorkDone
 )

@@ -18,10 +18,10 @@ from quire.protocol.model.kv_layout import KVLayout, kv_layout
 from quire.protocol.model.model_config import ModelConfig
 from quire.protocol.routing import MAX_ENGINES
 from quire.replay.core.policies import QUIRE, Policies, Routing, find_preset
-from quire.replay.costs.adapter_clock import ADAPTER_LOAD_S
 from quire.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.models import find_model
+from quire.replay.costs.side_clock import ADAPTER_LOAD_S
 from quire.replay.costs.sizes import simulated_slots
 from quire.replay.simulate.setting_values import parse_setting
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names

@@ -14,9 +14,9 @@ from quire.protocol.wire.front_end_messages import AddRequest, CallsTool
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.replay.core.opaque import OpaqueRequest, OpaqueResult
 from quire.replay.core.scheduler import ReplayScheduler
-from quire.replay.costs.adapter_clock import AdapterClock
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.rows import SimulatedRows
+from quire.replay.costs.side_clock import SideClock
 from quire.replay.run.collector import RunCollector
 from quire.replay.run.run_record import RequestRun, RunRecord
 from quire.replay.run.step_shape import StepShape
@@ -96,7 +96,7 @@ class Simulator:
             kv_events=kv_events,
         )
         self._copies = TierCopies(self.scheduler, tiers)
-        self._adapters = AdapterClock(setup.adapter_load_s)
+        self._side = SideClock(setup.adapter_load_s)
         self._collector = RunCollector(record, self.scheduler, decision_log, on_started and self._on_started)
         self._started = on_started
         self._cost = cost
@@ -139,7 +139,7 @@ class Simulator:
         # ever.
         if scheduler.programs.limit is not None and scheduler.table.waiting and not self._in_flight:
             now = min(now, self._now + IDLE_S)  # turns become overdue, and programs idle
-        return min(now, NEVER if waits else min(self._copies.next_time, self._adapters.next_end))
+        return min(now, NEVER if waits else min(self._copies.next_time, self._side.next_end))
 
     def advance(self, now: float, horizon: float = NEVER) -> None:
         """Consume the events that are due at ``now``, schedule steps, and fast-forward quiet ones.
@@ -158,10 +158,10 @@ class Simulator:
             self._finish_step()
         if self._copies.next_time <= self._now:
             self._finish_copies()
-        self._finish_adapters()
+        self._finish_side_work()
         for call in source.take(self._now):
             self._arrive(call)
-        self._send_adapters()
+        self._send_side_work()
         self._copies.send_stores(self._now, self._worker_free)
         while scheduler.can_schedule and self._decide():
             pass
@@ -239,7 +239,7 @@ class Simulator:
     def _decide(self) -> bool:
         diff = self.scheduler.schedule(self._now)
         self._copies.send_loads(self._now)
-        self._send_adapters()
+        self._send_side_work()
         if diff is None:
             self._collector.note(self._now, self.scheduler.decisions.take())
         else:
@@ -286,12 +286,12 @@ class Simulator:
         for run in self._collector.changed(self._now):
             self._end(self._calls.pop(run))
 
-    def _send_adapters(self) -> None:
-        for load in self.scheduler.adapters.take_loads():
-            self._adapters.send(load, self._now)
+    def _send_side_work(self) -> None:
+        for work in self.scheduler.take_side_work():
+            self._side.send(work, self._now)
 
-    def _finish_adapters(self) -> None:
-        while (answer := self._adapters.take(self._now)) is not None:
+    def _finish_side_work(self) -> None:
+        while (answer := self._side.take(self._now)) is not None:
             self.scheduler.consume(answer)
             for run in self._collector.changed(self._now):
                 self._end(self._calls.pop(run))
@@ -299,10 +299,10 @@ class Simulator:
     def _fast_forward(self, count: int, horizon: float) -> None:
         """Up to ``count`` times, finish the oldest step and schedule one more, without asking the Scheduler.
 
-        Stops at the first step that ends after the next arrival, or the end of a copy or a load.
+        Stops at the first step that ends after the next arrival, or the end of a copy or of side work.
         """
         shape = self._rows.steady_shape()
-        until = min(horizon, self._source.next_time(), self._copies.next_time, self._adapters.next_end)
+        until = min(horizon, self._source.next_time(), self._copies.next_time, self._side.next_end)
         depth, first = len(self._in_flight), self._worker_free
         ends = [done.end for done in self._in_flight]
         for at in range(count):

@@ -32,10 +32,9 @@ from quire.protocol.wire.worker_messages import (
     SchedulerOutput,
     Shutdown,
 )
-from quire.replay.costs.adapter_clock import AdapterClock
 from quire.replay.costs.copies import NO_TIERS, CopyClock, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
-from quire.replay.costs.encoder_clock import EncoderClock
+from quire.replay.costs.side_clock import SideClock
 from quire.replay.costs.sizes import simulated_slots
 from quire.replay.simulate.simulated_runner import SimulatedRunner, SimulatedStep
 
@@ -111,8 +110,7 @@ class SimulatedWorker:
         self._in_flight: deque[_StepInFlight] = deque()
         self._free_at = 0.0
         self._copies = CopyClock(NO_TIERS)
-        self._adapters = AdapterClock()
-        self._encoder = EncoderClock()
+        self._side = SideClock()
 
     def run(self) -> None:
         """Run until the scheduler sends Shutdown or another call arrives.
@@ -156,10 +154,8 @@ class SimulatedWorker:
                     self._copies = CopyClock(Tiers(pages.num_pages, size, copy_rates(self._cost)))
                 case MoveBlocks() as move:
                     self._copies.send(move, self._clock.now(), self._free_at)
-                case LoadAdapter() as load:
-                    self._adapters.send(load, self._clock.now())
-                case Encode() as encode:
-                    self._encoder.send(encode, self._clock.now())
+                case LoadAdapter() | Encode() as work:
+                    self._side.send(work, self._clock.now())
                 case Shutdown():
                     return
                 case None if timeout is not None:
@@ -174,7 +170,7 @@ class SimulatedWorker:
         """When the oldest step, copy, load of an adapter or encoding ends; infinite if none has an end yet."""
         oldest = self._in_flight[0] if self._in_flight else None
         step_end = float("inf") if oldest is None or oldest.result is None else oldest.end
-        return min(step_end, self._copies.next_end, self._adapters.next_end, self._encoder.next_end)
+        return min(step_end, self._copies.next_end, self._side.next_end)
 
     def _poll_timeout(self) -> float | None:
         """Return how long to wait for a message, in seconds; None: without a limit.
@@ -213,7 +209,7 @@ class SimulatedWorker:
             return  # the poll returned early
         if end > now:
             self._clock.sleep_until(end)
-        elif (ended := self._copies.take(now) or self._adapters.take(now) or self._encoder.take(now)) is not None:
+        elif (ended := self._copies.take(now) or self._side.take(now)) is not None:
             self._channel.send(ended)
         else:
             result = self._in_flight.popleft().result

@@ -6,10 +6,12 @@ from typing import Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd, Statistics
+from quire.protocol.wire.worker_messages import SideWork
 from quire.scheduler_proc.core.feature import Calls
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.step import StepPlan
 from quire.scheduler_proc.kv.manager import KVCacheManager
+from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.messages.outputs import OutputCollector
 from quire.scheduler_proc.requests.decisions import Counters, RecentDecisions
 from quire.scheduler_proc.requests.hooks import SchedulerHooks
@@ -42,6 +44,7 @@ class Core:
             it is read once, at construction.
         outputs: what the steps have for clients.
         replies: pending (client, message) pairs that belong to no step.
+        side_work: what is to be sent to the workers.
         refused: the first waiting request when it was last not admitted for lack of rows or blocks.
         num_without_tokens: requests that have ended with a result other than tokens.
         finish: ends a request; every ending of an accepted request goes through it.
@@ -59,6 +62,7 @@ class Core:
     calls: Calls
     outputs: OutputCollector = field(default_factory=OutputCollector)
     replies: list[tuple[int, SchedulerToFrontEnd]] = field(default_factory=list)
+    side_work: list[SideWork] = field(default_factory=list)
     refused: Request | None = None
     num_without_tokens: int = 0
     finish: Finish = field(init=False)
@@ -80,6 +84,13 @@ class Core:
     def num_results(self) -> int:
         """Number of output tokens, and of results other than tokens, since start: it grows while there is progress."""
         return self.stats.generation_tokens + self.num_without_tokens
+
+    def fail(self, request: Request, why: Refusal) -> None:
+        """End a request with an error: for its client it was not accepted at all, if it has not run."""
+        if request.num_output_tokens or request.status is not RequestStatus.WAITING:
+            self.finish(request, EndReason.ERROR, detail=f"{why.code}: {why.text}")
+        else:
+            self.reject(request, why.message(request.request_id))
 
     def remove(self, request: Request, status: RequestStatus) -> None:
         """Take a request out of all features and of the table. Its blocks must have been freed."""

@@ -68,14 +68,12 @@ class Feature:
     Attributes:
         name: attribute of the Scheduler.
         policies: scheduling policies whose rank of requests the feature sets (``RequestQueue.rank``).
-        pause_reason: why steps do not compute a running request (``can_run``).
         is_enabled: False if no request of this engine can need it: then only ``Calls.ALWAYS`` are called, so that
             steps do not pay for what they do not have.
     """
 
     name = ""
     policies: tuple[str, ...] = ()
-    pause_reason: WaitReason | None = None
     is_enabled = True
 
     def consumes(self) -> Mapping[type, Handler]:
@@ -126,9 +124,9 @@ class Feature:
     def stopped(self, request: Request) -> None:
         """A request left ``running``."""
 
-    def can_run(self, request: Request) -> bool:
-        """Whether steps may compute a running request."""
-        return True
+    def pause_reason(self, request: Request) -> WaitReason | None:
+        """Return why steps may not compute a running request, or None if they may."""
+        return None
 
     def may_hold(self, request: Request) -> bool:
         """Whether something outside of the scheduler may hold the request."""
@@ -303,9 +301,9 @@ class Feature:
     def contents_dropped(self) -> None:
         """All cached contents were dropped by command."""
 
-    def order(self, kind: str) -> bool | None:
-        """Execute a Control of this kind. Returns whether it was done, or None if the feature does not know it."""
-        return None
+    def order(self, kind: str) -> bool:
+        """Execute a Control of this kind, if the feature knows it. Returns whether it was done."""
+        return False
 
     def before_epoch(self) -> None:
         """The workers died. The steps in flight are known, and dropped after this."""

@@ -10,7 +10,7 @@ from quire.scheduler_proc.kv.coordinator import GroupBlocks
 from quire.scheduler_proc.kv.decode_blocks import SteadyBlockAllocator
 from quire.scheduler_proc.kv.pressure import Pressure
 from quire.scheduler_proc.messages.steps import StepRow
-from quire.scheduler_proc.requests.reasons import LASTING_REASONS, Decision, WaitReason
+from quire.scheduler_proc.requests.reasons import KEPT_REASONS, LASTING_REASONS, Decision, WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
 
 
@@ -269,12 +269,13 @@ class Planner:
         if state == self._refused:
             return self._refusal
         reason = self.admit(plan, request)
-        if reason not in LASTING_REASONS and reason is not WaitReason.RESULT_IN_FLIGHT:
-            return reason
-        if any(feature.admit_before(plan, request, reason) for feature in self.calls.admit_before):
+        if (reason in LASTING_REASONS or reason is WaitReason.RESULT_IN_FLIGHT) and any(
+            feature.admit_before(plan, request, reason) for feature in self.calls.admit_before
+        ):
             return None
-        if reason in LASTING_REASONS:
-            self._refused, self._refusal, self.core.refused = state, reason, request
+        if reason in KEPT_REASONS:
+            self._refused, self._refusal = state, reason
+            self.core.refused = request if reason in LASTING_REASONS else None
         return reason
 
     def admit(self, plan: StepPlan, request: Request, *, others_preempted: bool = False) -> WaitReason | None:

@@ -161,7 +161,7 @@ class Forks(Feature):
         for child in sorted(waiting, key=self._table.waiting.key):
             parent = PARENT.of(child)
             assert parent is not None
-            if parent.status is not RequestStatus.RUNNING or not self._table.can_run(parent) or self._overtakes(child):
+            if parent.status is not RequestStatus.RUNNING or self._table.pause_reason(parent) or self._overtakes(child):
                 continue
             root = self._computes_last(plan, parent, child)
             if sampling and root is not None:

@@ -14,9 +14,9 @@ from quire.protocol.model.checkpoint_digest import Fingerprint, begin_digest
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.codec import Codec
-from quire.protocol.wire.item_messages import Encode, Encoded
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages
+from quire.protocol.wire.worker_messages import SideWork, SideWorkDone
 from quire.scheduler_proc.process.transport import PageFiles, Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.events import Consumed, HostMemory, LoadLate
@@ -29,10 +29,6 @@ LOG_S = 10.0
 """Least seconds between two lines about failed copies, of which a bad disk has many."""
 SLOW_LOAD_S = 30.0
 """Seconds between two lines about a load of an adapter, or an encoding of an item, that does not end."""
-
-ADAPTER, ITEM = "an adapter", "an image"
-Beside = AdapterLoaded | Encoded
-"""Answers to what threads of the workers do beside the steps."""
 
 
 class TierTransfers:
@@ -75,9 +71,8 @@ class TierTransfers:
         self._events: Codec[Consumed] = Codec(Consumed)
         self._deadlines: dict[int, float] = {}
         """Load to the time at which it is late."""
-        self._slow_at: dict[tuple[str, int], float] = {}
-        """Number of an adapter that is being loaded, or of an item that is being encoded, to the time at which that is
-        logged."""
+        self._slow_at: dict[tuple[str, int | str], float] = {}
+        """Side work to the time at which it is logged."""
         self._num_failed = 0
         """Failed copies that no line in the log has counted."""
         self._logs_at = -math.inf
@@ -169,10 +164,8 @@ class TierTransfers:
 
     def _send_beside(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
         """Send what threads of the workers do beside the steps."""
-        messages: list[LoadAdapter | Encode] = [*scheduler.adapters.take_loads(), *scheduler.items.take_encodes()]
-        for message in messages:
-            what = ITEM if isinstance(message, Encode) else ADAPTER
-            self._slow_at[what, message.number] = now + SLOW_LOAD_S
+        for message in scheduler.take_side_work():
+            self._slow_at[_named(message)] = now + SLOW_LOAD_S
             workers.send(message)
 
     def send_stores(self, scheduler: Scheduler, workers: WorkerGroup) -> None:
@@ -183,20 +176,20 @@ class TierTransfers:
         for store in scheduler.transfers.take_stores():
             workers.send(store)
 
-    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | Beside, now: float) -> None:
+    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | SideWorkDone, now: float) -> None:
         """Pass an answer to the Scheduler, and log what has failed.
 
         Raises:
             EngineError: its durations are impossible.
         """
-        if isinstance(answer, AdapterLoaded | Encoded):
-            what = ADAPTER if isinstance(answer, AdapterLoaded) else ITEM
+        if isinstance(answer, SideWorkDone):
+            what, number = _named(answer)
             if not 0.0 <= answer.seconds < math.inf:
-                raise EngineError(f"{what} {answer.number} took {answer.seconds} s: the worker is faulty")
-            self._slow_at.pop((what, answer.number), None)
+                raise EngineError(f"{what} {number} took {answer.seconds} s: the worker is faulty")
+            self._slow_at.pop((what, number), None)
             self._consume(scheduler, answer)
             if answer.problem:
-                log.error(f"{what} was not loaded; its requests end", number=answer.number, reason=answer.problem)
+                log.error(f"{what} was not loaded; its requests end", number=number, reason=answer.problem)
             elif isinstance(answer, AdapterLoaded):
                 log.info(
                     "loaded an adapter",
@@ -269,10 +262,17 @@ class TierTransfers:
         self._waiting = None
 
     def _consume(
-        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | Beside
+        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | SideWorkDone
     ) -> None:
         scheduler.consume(event)
         self._journal.consumed(0, self._events.encode(0, 0, event), event)
+
+
+def _named(message: SideWork | SideWorkDone) -> tuple[str, int | str]:
+    """Return what workers load, and its number or the beginning of its key."""
+    if isinstance(message, LoadAdapter | AdapterLoaded):
+        return "an adapter", message.number
+    return "an image", message.key.hex()[:16]
 
 
 def _stopped(scheduler: Scheduler) -> set[str]:

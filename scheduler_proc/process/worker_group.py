@@ -1,7 +1,7 @@
 """The ranks of one worker group behind the interface of a single worker."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -47,11 +47,8 @@ class WorkerGroup:
         self._ready: dict[int, Ready] = {}
         self._held: deque[Received] = deque()
         self._digests: dict[int, dict[int, bytes]] = {}
-        self._moved: dict[int, dict[int, BlocksMoved]] = {}
-        self._loaded: dict[int, dict[int, AdapterLoaded]] = {}
-        """Answers to loads of adapters, by slot and rank."""
-        self._encoded: dict[int, dict[int, Encoded]] = {}
-        """Answers to encodings of items, by number and rank."""
+        self._answers: dict[tuple[type, int | bytes], dict[int, Any]] = {}
+        """Answers that not all ranks have given, by type, what they answer, and rank."""
         self._contents: list[list[DiskContents]] = [[] for _ in channels]
         """The parts received from each rank."""
 
@@ -110,24 +107,13 @@ class WorkerGroup:
                         # A result of rank 0 is not used before all ranks agree, because ranks whose states differ give
                         # tokens that look plausible.
                         self._held.append(received)
-                    case BlocksMoved() as moved if self.size > 1:
-                        answers = self._moved.setdefault(moved.transfer, {})
-                        answers[rank] = moved
+                    case BlocksMoved(transfer=of) | AdapterLoaded(slot=of) | Encoded(key=of) if self.size > 1:
+                        kind = type(received.message)
+                        answers = self._answers.setdefault((kind, of), {})
+                        answers[rank] = received.message
                         if len(answers) == self.size:
-                            del self._moved[moved.transfer]
-                            return rank, received._replace(message=_of_all_ranks(list(answers.values())))
-                    case AdapterLoaded() as loaded if self.size > 1:
-                        ends = self._loaded.setdefault(loaded.slot, {})
-                        ends[rank] = loaded
-                        if len(ends) == self.size:
-                            del self._loaded[loaded.slot]
-                            return rank, received._replace(message=_loaded_by_all(list(ends.values())))
-                    case Encoded() as encoded if self.size > 1:
-                        rows = self._encoded.setdefault(encoded.number, {})
-                        rows[rank] = encoded
-                        if len(rows) == self.size:
-                            del self._encoded[encoded.number]
-                            return rank, received._replace(message=_encoded_by_all(list(rows.values())))
+                            del self._answers[kind, of]
+                            return rank, received._replace(message=_BY_ALL[kind](list(answers.values())))
                     case DiskContents() as contents:
                         self._contents[rank].append(contents)
                         if all(parts and parts[-1].is_last for parts in self._contents):
@@ -218,7 +204,7 @@ def _in_columns(parts: Sequence[DiskContents]) -> list[Any]:
     return [ids, generations, groups, keys.reshape(count, len(keys) // max(count, 1))]
 
 
-def _of_all_ranks(answers: Sequence[BlocksMoved]) -> BlocksMoved:
+def _moved_by_all(answers: Sequence[BlocksMoved]) -> BlocksMoved:
     """Return the answer of a group: a block has failed if it failed on any rank."""
     failed = sorted({index for answer in answers for index in answer.failed})
     reason = next((answer.reason for answer in answers if answer.reason), "")
@@ -248,5 +234,11 @@ def _loaded_by_all(answers: Sequence[AdapterLoaded]) -> AdapterLoaded:
 def _encoded_by_all(answers: Sequence[Encoded]) -> Encoded:
     """Return the answer of a group: an item that one rank could not encode has no rows."""
     problem = next((answer.problem for answer in answers if answer.problem), "")
-    num_bytes, seconds = sum(answer.num_bytes for answer in answers), max(answer.seconds for answer in answers)
-    return Encoded(answers[0].number, problem, num_bytes, seconds)
+    return Encoded(answers[0].key, problem, max(answer.seconds for answer in answers))
+
+
+_BY_ALL: dict[type, Callable[[list[Any]], Any]] = {
+    BlocksMoved: _moved_by_all,
+    AdapterLoaded: _loaded_by_all,
+    Encoded: _encoded_by_all,
+}

@@ -6,12 +6,11 @@ for the event log, with their own tags (protocol/wire/link_messages.py).
 
 from typing import TypeAlias
 
-from quire.protocol.wire.adapter_messages import AdapterLoaded, UnloadAdapter
+from quire.protocol.wire.adapter_messages import UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Stop, TenantService
-from quire.protocol.wire.item_messages import Encoded
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
-from quire.protocol.wire.worker_messages import ModelRunnerOutput
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SideWorkDone
 
 
 class Hold(Message, frozen=True, tag=15):
@@ -77,8 +76,7 @@ Consumed: TypeAlias = (
     | DiskContents
     | LoadLate
     | HostMemory
-    | AdapterLoaded
-    | Encoded
+    | SideWorkDone
     | UnloadAdapter
     | TenantService
 )

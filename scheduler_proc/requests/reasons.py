@@ -75,6 +75,8 @@ class PreemptReason(enum.StrEnum):
 HOLD_REASONS = (WaitReason.GRAMMAR, WaitReason.REMOTE_KV, WaitReason.STREAMING)
 LASTING_REASONS = (WaitReason.MAX_NUM_SEQS, WaitReason.KV_BLOCKS, WaitReason.PROGRAM_LIMIT, WaitReason.FULL_SEQUENCE)
 """They depend on rows and blocks, and not on which prefills a step has."""
+KEPT_REASONS = (*LASTING_REASONS, WaitReason.ENCODER)
+"""They last until what ``Planner.admission_obstacle`` compares has changed."""
 RUNNING_REASON = WaitReason.ADAPTER_TURN
 """Only running requests wait for it."""
 RESERVED_REASONS = (WaitReason.REMOTE_KV, WaitReason.STREAMING)

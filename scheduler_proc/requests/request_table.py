@@ -19,12 +19,10 @@ _by_order = attrgetter("order")
 class TableFeature(Protocol):
     """The view of a feature that the table calls, as of ``Feature``."""
 
-    pause_reason: WaitReason | None
-
     def added(self, request: Request) -> None: ...
     def started(self, request: Request) -> None: ...
     def stopped(self, request: Request) -> None: ...
-    def can_run(self, request: Request) -> bool: ...
+    def pause_reason(self, request: Request) -> WaitReason | None: ...
 
 
 class TableCalls:
@@ -33,7 +31,7 @@ class TableCalls:
     added: Sequence[TableFeature] = ()
     started: Sequence[TableFeature] = ()
     stopped: Sequence[TableFeature] = ()
-    can_run: Sequence[TableFeature] = ()
+    pause_reason: Sequence[TableFeature] = ()
 
 
 class RequestTable:
@@ -141,18 +139,14 @@ class RequestTable:
             self._leave_running(request)
             self.leaving[request.handle] = request
 
-    def can_run(self, request: Request) -> bool:
-        """Whether steps may compute a running request."""
-        return all(feature.can_run(request) for feature in self._calls.can_run)
-
     def pause_reason(self, request: Request) -> WaitReason | None:
-        """Return why steps do not compute a running request, or None if they do."""
-        return next((each.pause_reason for each in self._calls.can_run if not each.can_run(request)), None)
+        """Return why steps may not compute a running request, or None if they may."""
+        return next(filter(None, (feature.pause_reason(request) for feature in self._calls.pause_reason)), None)
 
     def computed(self) -> list[Request]:
         """Return the running requests outside of steady decode which steps may compute."""
         requests = list(self.unsteady.values())
-        return [request for request in requests if self.can_run(request)] if self._calls.can_run else requests
+        return [each for each in requests if not self.pause_reason(each)] if self._calls.pause_reason else requests
 
     def to_compute(self) -> tuple[list[Request], list[Request]]:
         """Return the prefills and the decodes that the next step may compute outside of steady decode, each in order of

@@ -53,7 +53,7 @@ _NOT_STATE = (
 )
 _WITH_TOKENS = (BeamSearch, RepetitionWatch)
 """Not in a trace, whose recorded endings decide instead."""
-_LEFT_OUT = {BlockPool: "blocks", Core: "replies", BareScheduler: "features"}
+_LEFT_OUT = {BlockPool: ("blocks",), Core: ("replies", "side_work"), BareScheduler: ("features",)}
 """Fields that ``PoolState`` has, that affect no decision, or whose parts have names beside them."""
 
 
@@ -255,7 +255,7 @@ class _Writer:
         if names is None:
             slots = (slot for base in kind.__mro__ for slot in getattr(base, "__slots__", ()))
             names = dict.fromkeys([*slots, *(name for each in objects for name in getattr(each, "__dict__", ()))])
-        left_out = {field for base, field in _LEFT_OUT.items() if issubclass(kind, base)}
+        left_out = {field for base, fields in _LEFT_OUT.items() if issubclass(kind, base) for field in fields}
         found = {}
         for name in [name for name in names if name not in left_out]:
             parts = [getattr(each, name, ABSENT) for each in objects]

@@ -52,6 +52,7 @@ _PACKAGES = (
 )
 """Those with the classes of the state: they have no side effects."""
 _RENAMED = {
+    "adapters.Adapters._loads": "",
     "choice.Choice": "choice.LoadChoice",
     "decode_blocks.SteadyBlockAllocator._window": "",
     "drafting.NoDrafts": "drafting.DraftPolicy",

@@ -1,7 +1,7 @@
 """Converts messages to trace lines without user texts, and configurations without paths of this machine."""
 
 from hashlib import sha256
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from quire.protocol.request.structured_outputs import StructuredOutputs
 from quire.protocol.wire.adapter_messages import AdapterLoaded, AdapterRef
 from quire.protocol.wire.arrays import NO_TOKENS, Int32
 from quire.protocol.wire.front_end_messages import AddRequest, Ended
-from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
+from quire.protocol.wire.item_messages import Encoded, InputItem
 from quire.protocol.wire.kv_events import HASH_BYTES as KEY_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput
@@ -48,7 +48,6 @@ ANY_GRAMMAR = StructuredOutputs(json_object=True)
 """Replaces every constraint: a replay only needs to know that the output is constrained."""
 
 Hashes = list[tuple[int, bytes]]
-Named = TypeVar("Named", bound=InputItem | Encode)
 
 
 def make_header(
@@ -69,18 +68,16 @@ def make_header(
 
 
 def keyframe_line(now: float, scheduler: Scheduler, header: TraceHeader) -> Keyframe:
-    hash_bytes, digests = (
-        KEY_BYTES[header.config.prefix_caching_hash_algo],
-        scheduler.adapters.slots.known.keys() | scheduler.items.cache.known.keys(),
-    )
+    hash_bytes = KEY_BYTES[header.config.prefix_caching_hash_algo]
+    names = scheduler.adapters.slots.known.keys() | scheduler.items.names
 
     def short(key: bytes) -> bytes:
-        return key if key in digests else key[:HASH_BYTES] + key[hash_bytes:]
+        return key if key in names else key[:HASH_BYTES] + key[hash_bytes:]
 
     def public(each: Any) -> Any:
         if isinstance(each, AdapterRef):
             return without_folder(each)
-        if isinstance(each, InputItem | Encode):
+        if isinstance(each, InputItem):
             return with_short_path(each)
         return scheduling_params(each) if isinstance(each, SamplingParams) else each
 
@@ -190,7 +187,7 @@ def without_folder(adapter: AdapterRef) -> AdapterRef:
     return msgspec.structs.replace(adapter, path="")
 
 
-def with_short_path(item: Named) -> Named:
+def with_short_path(item: InputItem) -> InputItem:
     """Return the item with a hash of its path, by which a replay knows the items with the same file."""
     return msgspec.structs.replace(item, path=sha256(item.path.encode()).hexdigest()[:16])
 

@@ -9,7 +9,7 @@ from tiers import thinned
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.wire.adapter_messages import LoadAdapter
-from quire.replay.costs.adapter_clock import AdapterClock
+from quire.replay.costs.side_clock import SideClock
 from quire.replay.formats.options import LoadOptions
 from quire.replay.formats.synthetic import load
 from quire.replay.run.run_record import RunRecord
@@ -35,7 +35,7 @@ def simulate(calls: list[Call], *, max_loras: int, fast_forward: bool = True) ->
 
 
 def test_loads_run_one_after_the_other_and_host_memory_is_faster() -> None:
-    clock = AdapterClock(1.0)
+    clock = SideClock(1.0)
     clock.send(LoadAdapter(1, b"", "", 0), 5.0)
     clock.send(LoadAdapter(2, b"", "", 1), 5.5)
     clock.send(LoadAdapter(1, b"", "", 0, dropped=[2]), 5.5)

@@ -155,14 +155,14 @@ class TestTimes:
 
 def test_images_are_encoded_one_after_the_other_beside_the_steps() -> None:
     first, second, given = (
-        Encode(n, bytes(32), "", kind, 1000) for n, kind in ((1, "image"), (2, "image"), (3, "rows"))
+        Encode(key, "", kind, 1000) for key, kind in ((b"1", "image"), (b"2", "image"), (b"3", "rows"))
     )
     sent = run((1.0, first), (1.0, second), (1.0, given), (1.0, adding(1, 0, 20)))
-    assert [(round(when, 3), type(message), getattr(message, "number", 0)) for when, message in sent] == [
-        (1.02, ModelRunnerOutput, 0),
-        (1.03, Encoded, 1),
-        (1.06, Encoded, 2),
-        (1.06, Encoded, 3),
+    assert [(round(when, 3), type(message), getattr(message, "key", b"")) for when, message in sent] == [
+        (1.02, ModelRunnerOutput, b""),
+        (1.03, Encoded, b"1"),
+        (1.06, Encoded, b"2"),
+        (1.06, Encoded, b"3"),
     ]
 
 

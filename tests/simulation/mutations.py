@@ -442,7 +442,9 @@ MUTATIONS = (
     Mutation(
         "positions of an image are computed before its rows are there",
         "I5",
-        lambda: mock.patch.object(encoder_cache.ItemRows, "is_ready", property(lambda self: self.is_cached)),
+        lambda: mock.patch.object(
+            encoder_cache.EncoderCache, "ready", lambda self, item: item.key in self.rows or None
+        ),
         seed=12,
     ),
     Mutation(

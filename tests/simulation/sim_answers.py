@@ -38,7 +38,7 @@ def may_lose_items(world: "World", request: SimRequest, why: str) -> bool:
     vision, items = world.config.model.vision, world.items_of(request)
     if why.startswith("item_too_large"):
         return bool(items) and vision is not None and not vision.is_causal
-    return any(item.digest in world.faults.bad_items for item in items)
+    return any(item.key in world.faults.bad_items for item in items)
 
 
 def most_output_tokens(request: SimRequest, max_tokens: int) -> int:

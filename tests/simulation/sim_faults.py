@@ -40,7 +40,7 @@ class Faults:
         num_deadly: all deadly faults.
         losses: epoch → time at which its workers were lost.
         bad_logits: requests with logits that were not finite.
-        bad_items: digests of images that a worker could not encode.
+        bad_items: keys of images that a worker could not encode.
         bad_adapters: digests of adapters of which a load has failed, or whose folder has another content.
     """
 
@@ -121,7 +121,7 @@ class Faults:
         if self.copies.random() >= ITEM_FAULT_RATE:
             return ""
         self.count("image")
-        self.bad_items.add(encode.digest)
+        self.bad_items.add(encode.key)
         return "image cannot be read"
 
     def count(self, kind: str) -> None:

@@ -6,10 +6,10 @@ from math import isqrt, prod
 import numpy as np
 import numpy.typing as npt
 
-from quire.protocol.wire.item_messages import RowItem
+from quire.protocol.wire.item_messages import InputItem
 
 
-def merged_grid(item: RowItem) -> tuple[int, ...]:
+def merged_grid(item: InputItem) -> tuple[int, ...]:
     """Return the rows of an image in time, height and width: the tower merges squares of neighbouring patches.
 
     Raises:
@@ -22,12 +22,12 @@ def merged_grid(item: RowItem) -> tuple[int, ...]:
     return time, height // side, width // side
 
 
-def given_end(items: Sequence[RowItem]) -> int:
+def given_end(items: Sequence[InputItem]) -> int:
     """Return the position behind the last one that an item has, or 0."""
-    return sum(items[-1].ranges[-1]) if items else 0
+    return items[-1].end if items else 0
 
 
-def rope_offset(items: Sequence[RowItem]) -> int:
+def rope_offset(items: Sequence[InputItem]) -> int:
     """Return what rotary positions behind the items are more than positions: an image takes those of its longer side.
 
     Items without a grid have the positions of tokens.
@@ -36,7 +36,7 @@ def rope_offset(items: Sequence[RowItem]) -> int:
     return sum(max(height, width) - count for (_, height, width), count in grids)
 
 
-def rope_positions(items: Sequence[RowItem]) -> npt.NDArray[np.int64]:
+def rope_positions(items: Sequence[InputItem]) -> npt.NDArray[np.int64]:
     """Return the rotary positions up to the end of the last item: in time, height and width, ``[3, num_positions]``."""
     positions = np.tile(np.arange(given_end(items)), (3, 1))
     for item in items:

@@ -87,7 +87,9 @@ class InputSender:
             # A token that the host does not have is the row's last sampled one, which may exist only on the device.
             self._transfer.then(lambda: token_ids.index_copy_(0, at, self._last_sampled[owners]))
         slots = self._slots(inputs, starts, positions, rows)
-        items, states = self._items.of_step(inputs, positions), self._states.of_step(inputs)
+        model_inputs, last_keys = Inputs(token_ids, positions, states=self._states.of_step(inputs)), None
+        if self._items.is_enabled:
+            model_inputs, last_keys = self._items.put_into(model_inputs, inputs)
         longest, contexts = int(inputs.seq_lens.max()), inputs.seq_lens - inputs.query_lens
         batches = [
             StepBatch(
@@ -102,7 +104,7 @@ class InputSender:
                 chunk=group.chunk,
                 prefixes=() if prefixes is None else prefixes.of_step(inputs.rows, contexts),
                 layer_shapes=shapes,
-                last_keys=items.last_keys,
+                last_keys=last_keys,
                 send=self._transfer,
             )
             for table, group, shapes, prefixes, own in zip(
@@ -113,8 +115,6 @@ class InputSender:
             batches = [self._without_blocks(inputs, starts, lens)]
         index, own_rows = self._transfer(places, inputs.sampled.rows)
         samples_all = len(places) == len(ids) and bool((np.diff(places) == 1).all())
-        given, added = items.given_embeddings, items.added_rows
-        model_inputs = Inputs(token_ids, items.positions, given, added, states=states)
         return DeviceInputs(model_inputs, batches, None if samples_all else index, own_rows)
 
     def _without_blocks(self, inputs: StepInputs, starts: torch.Tensor, lens: torch.Tensor) -> StepBatch:

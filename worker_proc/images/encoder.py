@@ -1,11 +1,7 @@
 """Encodes items in a thread beside the steps."""
 
-import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from queue import SimpleQueue
-from threading import Lock, Thread, get_native_id
 
 import torch
 from safetensors import SafetensorError
@@ -14,23 +10,20 @@ from safetensors.torch import load_file
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.item_messages import Encode, Encoded
 from quire.worker_proc.batch.input_batch import StepRefused
-from quire.worker_proc.images.rows import RowItems
+from quire.worker_proc.images.rows import RowItems, brief
 from quire.worker_proc.images.tower import BadTensors
 from quire.worker_proc.models.model import Model
-from quire.worker_proc.side_work import Answers
+from quire.worker_proc.side_work import SideThread
 
 log = event_logger("worker")
 
-CLOSE_SECONDS = 5.0
-"""Wait for the encoding that is running when the worker ends."""
 NICENESS = 10
 """Of the thread on a CPU, and of those that compute for it: steps come first."""
 
 
 class ItemEncoder:
-    """Owns the thread that encodes, which starts with the first message. Every rank encodes every item by itself.
-
-    What fails is answered with the reason, and the worker continues.
+    """Owns the thread that encodes. Every rank encodes every item by itself. What fails is answered with the reason,
+    and the worker continues.
     """
 
     def __init__(self, items: RowItems, model: Model, wake: Callable[[], None]) -> None:
@@ -44,13 +37,9 @@ class ItemEncoder:
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._queue: SimpleQueue[tuple[int, Encode] | None] = SimpleQueue()
-        self._thread: Thread | None = None
-        # The lock guards everything below.
-        self._lock = Lock()
-        self._epoch = 0
-        self._made: dict[int, tuple[torch.Tensor, bool]] = {}
-        self._answers = Answers[Encoded](wake)
+        niceness = NICENESS if self._device.type == "cpu" else 0
+        self._thread = SideThread("item encoder", self._work, wake, niceness=niceness)
+        self.close = self._thread.close
 
     @property
     def handlers(self) -> Mapping[type, Callable[[Encode], None]]:
@@ -58,70 +47,38 @@ class ItemEncoder:
 
     def begin_worker_epoch(self) -> None:
         """Drop all rows, and what the previous scheduler has sent."""
-        with self._lock:
-            self._epoch += 1
-            self._made = {}
-            self._answers.clear()
-        for number in list(self._items.rows):
-            self._items.drop(number)
+        self._thread.begin_worker_epoch()
+        self._items.rows.clear()
 
     def submit(self, message: Encode) -> None:
         """Free the rows of the dropped items, and queue an encoding.
 
         Raises:
-            StepRefused: the number is in use or not positive, or no rows are wanted.
+            StepRefused: the rows are there, or none are wanted.
         """
-        for number in message.dropped:
-            self._items.drop(number)
-        if message.number < 1 or message.number in self._items.rows or message.num_rows < 1:
-            raise StepRefused(
-                f"Encode of item {message.number} with {message.num_rows} rows: numbers are new and positive, and an "
-                f"item has a row"
-            )
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="item encoder", daemon=True)
-            self._thread.start()
-        self._queue.put((self._epoch, message))
+        for key in message.dropped:
+            self._items.rows.pop(key, None)
+        if message.key in self._items.rows or message.num_rows < 1:
+            raise StepRefused(f"Encode of item {brief(message.key)}: it is there, or has {message.num_rows} rows")
+        self._thread.submit(message)
 
     def take_answers(self) -> list[Encoded]:
         """Return the answers of what has ended since the last call; steps may use its rows."""
-        answers = self._answers.take()
-        for answer in answers:
-            if not answer.problem:
-                rows, is_image = self._made.pop(answer.number)
-                self._items.keep(answer.number, rows, is_image=is_image)
-        return answers
-
-    def close(self) -> None:
-        self.begin_worker_epoch()
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+        answers = self._thread.take_answers()
+        self._items.rows |= {answer.key: rows for answer, rows in answers if rows is not None}
+        return [answer for answer, _ in answers]
 
     # ---- the thread
 
-    def _run(self) -> None:
-        if self._device.type == "cpu":
-            with suppress(OSError, AttributeError):  # only on Linux is it one thread's; torch's threads inherit it
-                os.setpriority(os.PRIO_PROCESS, get_native_id(), NICENESS)
-        while (job := self._queue.get()) is not None:
-            epoch, message = job
-            if epoch != self._epoch:
-                continue
-            began, rows, problem = time.perf_counter(), None, ""
-            try:
-                with torch.inference_mode():
-                    rows = self._encode(message)
-            except Exception as error:  # an answer in any case: requests wait for it
-                problem = _problem(error)
-                log.warning("an item was not encoded", number=message.number, reason=" ".join(str(error).split())[:300])
-            size = 0 if rows is None else rows.nbytes
-            answer = Encoded(message.number, problem, size, time.perf_counter() - began)
-            with self._lock:
-                if epoch == self._epoch:
-                    if rows is not None:
-                        self._made[message.number] = rows, message.kind == "image"
-                    self._answers.add(answer)
+    def _work(self, message: Encode) -> tuple[Encoded, torch.Tensor | None]:
+        began, rows, problem = time.perf_counter(), None, ""
+        try:
+            rows = self._encode(message)
+        except Exception as error:  # an answer in any case: requests wait for it
+            problem = _problem(error)
+            reason = " ".join(str(error).split())[:300]
+            log.warning("an item was not encoded", item=brief(message.key), reason=reason)
+        return Encoded(message.key, problem, time.perf_counter() - began), rows
 
     def _encode(self, message: Encode) -> torch.Tensor:
         """Return the rows, on the device and complete."""

@@ -21,15 +21,12 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.worker_messages import MemoryPlan, Ready
 from quire.worker_proc.adapters.loader import AdapterLoader
 from quire.worker_proc.adapters.sites import make_sites
-from quire.worker_proc.attention.backend import AttentionBackend
 from quire.worker_proc.attention.choose import fit_block_size, pick_backend
 from quire.worker_proc.device.device import ComputeDtypes, cpu_compute_dtypes
-from quire.worker_proc.drafts.draft_model import DraftModel
 from quire.worker_proc.drafts.make import check_speculative
 from quire.worker_proc.execute.model_runner import ModelRunner
 from quire.worker_proc.execute.routed_experts import expert_block_bytes
 from quire.worker_proc.images.encoder import ItemEncoder
-from quire.worker_proc.images.tower import VisionTower
 from quire.worker_proc.models.cpu_ops import CpuOps
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.models.ops import Ops, RowByRowOps, TorchOps
@@ -37,7 +34,7 @@ from quire.worker_proc.models.registry import build_model
 from quire.worker_proc.models.routes import Routes
 from quire.worker_proc.parallel.group import SingleRank, TensorParallel
 from quire.worker_proc.side_work import SideWork
-from quire.worker_proc.startup.draft_setup import DraftPlan, load_draft, plan_draft
+from quire.worker_proc.startup.draft_setup import load_draft, plan_draft
 from quire.worker_proc.startup.kv_scales import checkpoint_kv_scales, have_head_scales, set_kv_scales
 from quire.worker_proc.startup.loader import fill_model
 from quire.worker_proc.startup.measured import measured_plan
@@ -74,23 +71,7 @@ def make_runner(
         check_speculative(config.speculative)
     device = pick_device(config, group.rank)
     dtypes = _compute_dtypes(config, device)
-    ops = pick_ops(device, config.deterministic)
-
-    def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Model:
-        """Build the model on a device, or on ``meta`` without data. Draft models have no adapters; all ranks choose the
-        same experts, which the first one keeps."""
-        return build_model(
-            of,
-            dtypes.weights,
-            place,
-            config.max_model_len,
-            ops=ops,
-            parallel=ranks,
-            activation_dtype=dtypes.activations,
-            additions=None if ranks is None else make_sites(config, dtypes.activations, place),
-            routes=None if ranks is None or ranks.rank else _routes(config),
-        )
-
+    build = _builder(config, dtypes, pick_ops(device, config.deterministic))
     model = build(config.model, "meta", group)
     layout = _own_layout(config, layout, model, dtypes.weights)
     scales = checkpoint_kv_scales(config, layout.dtype)
@@ -117,7 +98,10 @@ def make_runner(
     fill_model(model, config, dtypes.weights, device, progress)
     if config.model.encoder is None:
         set_kv_scales(model, scales, config, layout.dtype)
-    draft = _load_others(tower, draft_plan, draft_backend, config, plan, device, progress)
+    load_tower(tower, config, device)
+    draft = None
+    if draft_plan is not None and draft_backend is not None:
+        draft = load_draft(draft_plan, plan.num_blocks, draft_backend, device, progress=progress)
     loaded = time.monotonic()
     make = partial(ModelRunner, config, layout, model=model, backend=backend, device=device, num_slots=plan.num_slots)
     if device.type == "cuda" and draft is None and layout.groups:
@@ -132,21 +116,25 @@ def make_runner(
     return runner, Ready([plan.num_blocks] * len(layout.groups), plan, timings, num_slots=plan.num_slots)
 
 
-def _load_others(
-    tower: VisionTower | None,
-    draft: DraftPlan | None,
-    backend: AttentionBackend | None,
-    config: EngineConfig,
-    plan: MemoryPlan,
-    device: torch.device,
-    progress: bool,
-) -> DraftModel | None:
-    """Load the vision tower, and return the draft model. ``backend``: of the draft model."""
-    if tower is not None:
-        load_tower(tower, config, device)
-    if draft is None or backend is None:
-        return None
-    return load_draft(draft, plan.num_blocks, backend, device, progress=progress)
+def _builder(config: EngineConfig, dtypes: ComputeDtypes, ops: Ops) -> Callable[..., Model]:
+    """Return what builds the model and draft models."""
+
+    def build(of: ModelConfig, place: torch.device | str, ranks: TensorParallel | None = None) -> Model:
+        """Build the model on a device, or on ``meta`` without data. Draft models have no adapters; all ranks choose the
+        same experts, which the first one keeps."""
+        return build_model(
+            of,
+            dtypes.weights,
+            place,
+            config.max_model_len,
+            ops=ops,
+            parallel=ranks,
+            activation_dtype=dtypes.activations,
+            additions=None if ranks is None else make_sites(config, dtypes.activations, place),
+            routes=None if ranks is None or ranks.rank else _routes(config),
+        )
+
+    return build
 
 
 def make_side_work(

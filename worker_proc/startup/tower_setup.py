@@ -55,23 +55,20 @@ def _drop_language_model(model: Any) -> None:
                 setattr(part, name, torch.nn.Identity())
 
 
-def load_tower(tower: VisionTower, config: EngineConfig, device: torch.device) -> None:
+def load_tower(tower: VisionTower | None, config: EngineConfig, device: torch.device) -> None:
     """Read the weights of everything but the language model to the device.
 
     Raises:
         ConfigError: a tensor is missing, of the wrong shape, or not finite.
     """
+    if tower is None:
+        return
     from quire.worker_proc.models.transformers.build import allocate
     from quire.worker_proc.models.transformers.load import tensor_sources
 
     model = tower.model
     allocate(model, device)
-    slots = {name: WeightSlot(weight.data, tuple(weight.shape)) for name, weight in model.named_parameters()}
-    slots |= {
-        name: WeightSlot(buffer, tuple(buffer.shape))
-        for name, buffer in model.named_buffers()
-        if name in model.state_dict()
-    }
+    slots = {name: WeightSlot(tensor, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
     if config.load_format == "dummy":
         generator = torch.Generator().manual_seed(config.seed)
         for slot in slots.values():

@@ -9,8 +9,8 @@ import msgspec
 
 from quire.protocol.block_hash import HashChain
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterLoaded, LoadAdapter, UnloadAdapter
-from quire.protocol.wire.front_end_messages import AdapterCounts, EndReason, Rejected, Statistics
+from quire.protocol.wire.adapter_messages import DIGEST_BYTES, AdapterLoaded, UnloadAdapter
+from quire.protocol.wire.front_end_messages import AdapterCounts, EndReason, Statistics
 from quire.protocol.wire.worker_messages import NewRequestData
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.feature import Feature, Handler
@@ -19,7 +19,7 @@ from quire.scheduler_proc.features.adapters.slots import ADAPTER_SLICE, HELD_PAT
 from quire.scheduler_proc.features.adapters.turns import AdapterTurns
 from quire.scheduler_proc.messages.arrivals import Refusal
 from quire.scheduler_proc.requests.reasons import Decision, WaitReason
-from quire.scheduler_proc.requests.request import Request, RequestStatus
+from quire.scheduler_proc.requests.request import Request
 
 PLACES = ("active", "ready", "loading", "host", "absent")
 """Values of ``AdapterState.place``."""
@@ -43,7 +43,6 @@ class Adapters(Feature):
     """
 
     name = "adapters"
-    pause_reason = WaitReason.ADAPTER_TURN
 
     def __init__(self, core: Core) -> None:
         """Raises ConfigError if host memory has no room for the adapters in slots."""
@@ -59,7 +58,6 @@ class Adapters(Feature):
         self.turns = AdapterTurns(config.max_loras, self._clock)
         self._wanted: dict[int, AdapterState] = {}
         """Adapters with requests and without a slot, by number, in the order in which they lacked one."""
-        self._loads: list[LoadAdapter] = []
         self.num_open = 0
         """Loads that are not answered."""
         self.num_loaded = self.num_failed = 0
@@ -147,9 +145,9 @@ class Adapters(Feature):
         adapter = ADAPTER.of(request)
         return adapter is None or adapter.is_ready
 
-    def can_run(self, request: Request) -> bool:
+    def pause_reason(self, request: Request) -> WaitReason | None:
         adapter = ADAPTER.of(request)
-        return adapter is None or adapter.is_active
+        return None if adapter is None or adapter.is_active else WaitReason.ADAPTER_TURN
 
     def may_run(self, request: Request) -> bool:
         """Whether the step may compute a request that was just admitted. Otherwise its adapter waits for a turn."""
@@ -233,7 +231,7 @@ class Adapters(Feature):
             adapter, slot = place
             before = self.slots.slots[slot]
             del self._wanted[adapter.number]
-            self._loads.append(self.slots.load(adapter, slot))
+            self._core.side_work.append(self.slots.load(adapter, slot))
             self.num_open += 1
             if before is not None and before.num_requests:
                 self._wanted[before.number] = before
@@ -250,11 +248,6 @@ class Adapters(Feature):
             if slot is not None:
                 return adapter, slot
         return None
-
-    def take_loads(self) -> list[LoadAdapter]:
-        """Return and clear the loads to send."""
-        loads, self._loads = self._loads, []
-        return loads
 
     def consumes(self) -> Mapping[type, Handler]:
         return {AdapterLoaded: self._loaded, UnloadAdapter: self._unload_and_reply}
@@ -281,10 +274,7 @@ class Adapters(Feature):
         if adapter.num_requests:
             self._wanted[adapter.number] = adapter
         for request in [r for r in self._table.requests.values() if ADAPTER.of(r) is adapter and r.client >= 0]:
-            if request.num_output_tokens or request.status is not RequestStatus.WAITING:
-                self._core.finish(request, EndReason.ERROR, detail=f"adapter_not_loaded: {problem}")
-            else:
-                self._core.reject(request, Rejected(request.request_id, "adapter_not_loaded", "model", problem))
+            self._core.fail(request, Refusal("adapter_not_loaded", "model", problem))
 
     def _unload_and_reply(self, event: UnloadAdapter, client: int) -> None:
         self._core.replies.append((client, self._core.statistics(event.query, self._unload(event))))
@@ -314,7 +304,7 @@ class Adapters(Feature):
         """Begin without turns, because no request runs. New workers have no adapters."""
         self.turns.clear()
         if new_workers:
-            self._loads, self.num_open = [], 0
+            self.num_open = 0
             self.slots.drop_all()
             self._wanted |= {each.number: each for each in self.slots.known.values()}
         self._plan_loads()

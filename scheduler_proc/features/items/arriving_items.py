@@ -26,27 +26,28 @@ def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: Engi
         if item.kind not in kinds:
             why = f"this engine takes {', '.join(kinds) or 'text only'} (got an item of the kind {item.kind[:20]!r})"
             raise Refusal("unsupported", param, why)
-        if len(item.digest) != ITEM_DIGEST_BYTES:
-            text = f"the digest of an item must have {ITEM_DIGEST_BYTES} bytes (got {len(item.digest)})"
+        if text := _invalid(item, end, num_prompt_tokens):
             raise Refusal("invalid_value", param, text)
-        if len(item.path) > MAX_PATH:
-            text = f"the path of an item must have at most {MAX_PATH} characters (got {len(item.path)})"
-            raise Refusal("invalid_value", param, text)
-        if not 1 <= len(item.ranges) <= MAX_RANGES:
-            text = f"an item must have from 1 to {MAX_RANGES} ranges of positions (got {len(item.ranges)})"
-            raise Refusal("invalid_value", param, text)
-        if item.grid and (len(item.grid) != 3 or min(item.grid) < 1):
-            text = f"the grid of an item must have 3 numbers of at least 1, or none (got {item.grid[:4]})"
-            raise Refusal("invalid_value", param, text)
-        for first, count in item.ranges:
-            if first < end or count < 1 or first + count > num_prompt_tokens:
-                text = (
-                    "positions of items must be in ascending order, and of the prompt: from "
-                    f"{end} to {num_prompt_tokens - 1} (got {count} from {first} on)"
-                )
-                raise Refusal("invalid_value", param, text)
-            end = first + count
+        end = item.end
         _check_size(item, param, config, pool_tokens)
+
+
+def _invalid(item: InputItem, begin: int, end: int) -> str:
+    """Return what is wrong with an item whose positions must be from ``begin`` up to ``end``, or an empty string."""
+    if len(item.digest) != ITEM_DIGEST_BYTES:
+        return f"the digest of an item must have {ITEM_DIGEST_BYTES} bytes (got {len(item.digest)})"
+    if len(item.path) > MAX_PATH:
+        return f"the path of an item must have at most {MAX_PATH} characters (got {len(item.path)})"
+    if not 1 <= len(item.ranges) <= MAX_RANGES:
+        return f"an item must have from 1 to {MAX_RANGES} ranges of positions (got {len(item.ranges)})"
+    if item.grid and (len(item.grid) != 3 or min(item.grid) < 1):
+        return f"the grid of an item must have 3 numbers of at least 1, or none (got {item.grid[:4]})"
+    for first, count in item.ranges:
+        if first < begin or count < 1 or first + count > end:
+            places = f"from {begin} to {end - 1} (got {count} from {first} on)"
+            return f"positions of items must be in ascending order, and of the prompt: {places}"
+        begin = first + count
+    return ""
 
 
 def _check_size(item: InputItem, param: str, config: EngineConfig, pool_tokens: int) -> None:
@@ -67,14 +68,9 @@ def _check_size(item: InputItem, param: str, config: EngineConfig, pool_tokens: 
         raise Refusal("item_too_large", param, text)
 
 
-def is_atomic(item: InputItem, config: EngineConfig) -> bool:
-    """Whether a chunk of a prompt may not end inside a range of an item, because all of it attend to each other."""
-    return item.kind == "image" and config.model.vision is not None and not config.model.vision.is_causal
-
-
 def longest_atom(item: InputItem, config: EngineConfig) -> int:
     """Return the positions of the longest part of an item that no chunk may divide; 0 without."""
-    return max(count for _, count in item.ranges) if is_atomic(item, config) else 0
+    return max(count for _, count in item.ranges) if item.kind in config.whole_kinds else 0
 
 
 def most_atom_tokens(config: EngineConfig) -> int:

@@ -1,11 +1,10 @@
 """Asking: which requests get the rows of their items, and whose room is taken for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from quire.protocol.wire.item_messages import Encode
 from quire.scheduler_proc.core.context import Core
-from quire.scheduler_proc.features.items.encoder_cache import EncoderCache, ItemRows
+from quire.scheduler_proc.features.items.encoder_cache import EncoderCache
 from quire.scheduler_proc.features.items.request_items import RequestItems, items_of
 from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request, RequestStatus
@@ -21,7 +20,7 @@ class Asking:
     room get none, because small items would pass a large one for ever. Then further items, ahead of time.
 
     **Why requests do not wait for each other for ever.** The first request in the order, T, can take the room of all
-    others for its next item: rows without a holder, those that others hold, and those that T itself holds for later.
+    others for its next item: rows that none needs soon, those that others need, and those that T itself needs later.
     Left are rows that are being encoded and rows that a step in flight uses. Both are answered, and then T gets room,
     because no item has more rows than the cache (``check_items``). Nothing takes room from T, and nothing else gets
     any before, so T's item is encoded, and its positions are computed. Then T's next item is next. Running requests
@@ -33,8 +32,9 @@ class Asking:
     Attributes:
         requests: by handle, the requests that have items.
         first: the waiting request at which admission has stopped for lack of rows.
-        spared: requests that were held until now, and keep their rows until they could be admitted in a step.
-        num_changes: number of changes by which a request may get rows or lose them.
+        spared: handles of requests that were held until now, and keep their rows until they could be admitted in a
+            step.
+        is_due: whether something has changed since all were asked.
         lacks_room: whether a request will get room when steps in flight are answered.
     """
 
@@ -42,84 +42,42 @@ class Asking:
         self._core, self._cache, self._table, self._kv = core, cache, core.table, core.kv
         self.requests: dict[int, Request] = {}
         self.first: Request | None = None
-        self.spared: dict[int, Request] = {}
-        self.num_changes = 0
-        self.lacks_room = False
-        self._is_due = False
-        """Whether something has changed since all were asked."""
-        self._encodes: list[Encode] = []
-        self.num_runs = self.num_hits = 0
+        self.spared: set[int] = set()
+        self.is_due = self.lacks_room = False
+        self.num_runs = self.num_hits = self.num_evicted = 0
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no request gets rows before something changes."""
-        return not self._is_due and not self.lacks_room
-
-    def changed(self) -> None:
-        self._is_due = True
-        self.num_changes += 1
+    def is_held(self, request: Request) -> bool:
+        """Whether a request is held until its next item is encoded."""
+        return request.wait_reason is WaitReason.ENCODER and request.handle in self._table.skipped_waiting
 
     def room_may_be_free(self) -> None:
-        """A step was answered."""
-        self._is_due |= self.lacks_room
-
-    def step_planned(self) -> None:
-        """Requests that were held could be admitted in a step: their room may be taken again."""
-        if self.spared:
-            self.spared.clear()
-            self._is_due |= self.lacks_room
-
-    def forget(self, request: Request) -> None:
-        """A request has ended."""
-        del self.requests[request.handle]
-        self.spared.pop(request.handle, None)
-        if self.first is request:
-            self.first = None
-
-    def begin_again(self) -> None:
-        """New workers have no rows."""
-        self._encodes = []
-        for request in self.requests.values():
-            own = items_of(request)
-            own.give_back(request, own.first)
-        self._cache.drop_all()
-        self.changed()
-
-    def take_encodes(self) -> list[Encode]:
-        """Return and clear the messages to send."""
-        encodes, self._encodes = self._encodes, []
-        return encodes
+        """A step was answered, or no request is spared any more."""
+        self.is_due |= self.lacks_room
 
     def give(self) -> None:
         """Give rows and room to requests: to each for its next item, and then for items ahead of it.
 
         Not while a step is planned: its rows use what may be dropped here.
         """
-        if not self._is_due:
+        if not self.is_due:
             return
-        self._is_due = self.lacks_room = False
+        self.is_due = self.lacks_room = False
+        if self.first is not None and self.first not in self._table.waiting:
+            self.first = None
         asking = sorted(filter(self._asks, self.requests.values()), key=self._rank)
-        for request in asking:
+        for rank, request in enumerate(asking):
             own = self._located(request)
-            if not own.is_done and not self._get(request, own, own.first, asking):
+            if own.needed and not self._get(own, own.first, rank, asking):
                 return
         for request in asking:
-            own = items_of(request)
-            if own.is_done:
-                continue
-            ahead = own.items[own.first].begin + AHEAD_STEPS * self._core.config.step_tokens
-            for index in range(own.first + 1, len(own.items)):
-                if own.items[index].begin >= ahead:
-                    break
-                if not self._get(request, own, index, ()):
+            for index in self._soon(request)[1:]:
+                if not self._get(items_of(request), index, len(asking), asking):
                     return
 
     def _asks(self, request: Request) -> bool:
         """Whether a request needs rows, and nothing else for its next position but blocks and its turn."""
-        table, handle = self._table, request.handle
-        is_held = handle in table.skipped_waiting and request.wait_reason is WaitReason.ENCODER
-        can_run = handle in table.running or request in table.waiting or is_held
-        return can_run and not items_of(request).is_done
+        can_run = request.handle in self._table.running or request in self._table.waiting or self.is_held(request)
+        return can_run and bool(items_of(request).needed)
 
     def _rank(self, request: Request) -> tuple[Any, ...]:
         return request.status is not RequestStatus.RUNNING, request is not self.first, self._table.waiting.key(request)
@@ -130,53 +88,67 @@ class Asking:
         if not own.is_located and request.status is not RequestStatus.RUNNING:
             own.is_located = True
             found = max(self._kv.get_computed_blocks(request)[1], self._kv.find_in_all_tiers(request)[1])
-            own.move_to(request, found)
+            own.move_to(found)
         return own
 
-    def _get(self, request: Request, own: RequestItems, index: int, asking: Sequence[Request]) -> bool:
-        """Let a request hold an item, which is encoded if it is not there. Returns whether it does.
+    def _soon(self, request: Request) -> range:
+        """Return the indices of the items that a request needs soon, with the next one first."""
+        own = items_of(request)
+        end = own.first
+        while end < len(own.items) and (
+            own.items[end].begin < own.items[own.first].begin + AHEAD_STEPS * self._core.config.step_tokens
+        ):
+            end += 1
+        return range(own.first, end)
 
-        ``asking``: those in the order of ``_rank`` which ask; the room of those behind ``request`` may be taken.
+    def _get(self, own: RequestItems, index: int, rank: int, asking: Sequence[Request]) -> bool:
+        """Have an item encoded if it is not there. Returns False if it must wait.
+
+        Args:
+            rank: of the request in ``asking``; all of them, if the item is not its next one.
         """
-        rows, item = own.rows[index], own.items[index]
-        if not rows.is_cached:
-            cache, most = self._cache, self._core.config.max_num_batched_tokens
-            if cache.encoding and cache.encoding + rows.num_rows > most:
+        item, cache = own.items[index], self._cache
+        if item.key not in cache.rows:
+            encoding = cache.num_encoding
+            if encoding and encoding + item.num_rows > self._core.config.max_num_batched_tokens:
                 return False
-            taken = cache.make_room(rows.num_rows, self._takeable(request, asking))
-            if taken is None:
+            if not self._make_room(item.num_rows, rank, asking):
                 self.lacks_room = True
                 return False
-            for each in taken:
-                self._take(each)
-            self._encodes.append(cache.encode(rows, item))
+            self._core.side_work.append(cache.encode(item))
             self.num_runs += 1
-            self.num_changes += 1
         elif index >= own.asked:
             self.num_hits += 1
-            self._cache.use(rows)
-        if index >= own.asked:
-            own.ask(request)
+            cache.use(item)
+        own.asked = max(own.asked, index + 1)
         return True
 
-    def _takeable(self, request: Request, asking: Sequence[Request]) -> Iterator[ItemRows]:
-        """Return the rows with holders whose room a request may take for its next item, those of the last ones first.
+    def _make_room(self, num_rows: int, rank: int, asking: Sequence[Request]) -> bool:
+        """Drop as few rows as suffice for ``num_rows`` more, or none and return False.
 
-        They are rows that no request before it holds, in the order of ``_rank``.
+        First those that no request needs soon, the least recently used ones first. Then those that requests need from
+        this rank on, but none before it and none that is spared: what the last request needs first.
         """
-        if not asking:
-            return
-        ranks = {each.handle: at for at, each in enumerate(asking)}
-        behind, last = ranks[request.handle], len(asking)
-        spared = self.spared.keys()
-        held = [rows for rows in self._cache.cached.values() if rows.holders and spared.isdisjoint(rows.holders)]
-        first = {rows.number: min(ranks.get(handle, last) for handle in rows.holders) for rows in held}
-        yield from sorted((r for r in held if first[r.number] >= behind), key=lambda r: -first[r.number])
-
-    def _take(self, rows: ItemRows) -> None:
-        """Drop rows for others; the requests that hold them ask for them again."""
-        for handle in list(rows.holders):
-            request = self.requests[handle]
-            own = items_of(request)
-            own.give_back(request, own.rows.index(rows, own.first))
-        self._cache.evict(rows)
+        cache, last = self._cache, len(asking)
+        missing = cache.num_used + num_rows - cache.capacity
+        if missing <= 0:
+            return True
+        needed: dict[bytes, int] = {}
+        for at, request in enumerate(asking):
+            place = -1 if request.handle in self.spared else at
+            for index in self._soon(request):
+                key = items_of(request).items[index].key
+                needed[key] = min(needed.get(key, last), place)
+        found = [key for key, rows in cache.rows.items() if cache.may_drop(rows) and needed.get(key, last) >= rank]
+        taken: list[bytes] = []
+        for key in sorted(found, key=lambda key: -needed.get(key, last)):
+            if missing <= 0:
+                break
+            taken.append(key)
+            missing -= cache.rows[key].item.num_rows
+        if missing > 0:
+            return False
+        for key in taken:
+            cache.drop(key)
+        self.num_evicted += len(taken)
+        return True

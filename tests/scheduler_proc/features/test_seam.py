@@ -10,10 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 from fake_adapters import adapter_ref
+from fake_items import image
 from keyframed_runs import keyframe_of, tails
 from log_replay import replay
 from scheduler_driver import Driver
 
+from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.wire.side_rows import SIDE_KINDS, RowsOf, SideKind, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput
 from quire.scheduler_proc import scheduler as scheduler_module
@@ -28,7 +30,9 @@ from quire.scheduler_proc.requests.reasons import WaitReason
 from quire.scheduler_proc.requests.request import Request
 from quire.scheduler_proc.trace import snapshot_reader
 
-NAMES = r"adapters?|loras?|tiers?|transfers|programs?|pins?|pinned|forks?|forked|beams?|tenants?|suspects?"
+NAMES = (
+    r"adapters?|loras?|tiers?|transfers|programs?|pins?|pinned|forks?|forked|beams?|tenants?|suspects?|images?|encod\w*"
+)
 
 
 def test_core_names_no_capability() -> None:
@@ -71,9 +75,18 @@ def _wrong_answers(monkeypatch: pytest.MonkeyPatch, run: Callable[[], None]) -> 
     return len(answers), [each for each in answers if each[0] is not each[1]]
 
 
-def test_the_memo_of_a_refusal_is_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_answers, wrong = _wrong_answers(monkeypatch, _rows_full_of_one_adapter)
-    assert num_answers > 10 and not wrong
+def _no_room_for_rows() -> None:
+    """The first waiting request has an image for whose rows there is no room until another one has computed its own."""
+    driver = Driver(65, long_prefill_token_threshold=1, vision=VisionConfig("", 9), encoder_cache_tokens=8)
+    for name, begin in (("a", 20), ("b", 0)):
+        driver.add(name, list(range(30)), max_tokens=5, items=[image(name, (begin, 8))])
+    driver.finish()
+
+
+@pytest.mark.parametrize("run", [_rows_full_of_one_adapter, _no_room_for_rows])
+def test_the_memo_of_a_refusal_is_true(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_answers, wrong = _wrong_answers(monkeypatch, run)
+    assert num_answers > 3 and not wrong
 
 
 def test_without_versions_of_features_the_memo_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:

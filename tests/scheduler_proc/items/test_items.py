@@ -13,6 +13,7 @@ from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.wire.front_end_messages import EndReason
 from quire.protocol.wire.item_messages import InputItem
 from quire.replay.recorded.exact import replay_lines
+from quire.scheduler_proc.core.feature import Feature
 from quire.scheduler_proc.trace.lines import decode_line, encode_line
 
 CAUSAL = VisionConfig("TinyVision", token_id=9)
@@ -135,6 +136,20 @@ def test_an_image_that_no_chunk_divides_exceeds_the_prefill_share() -> None:
     driver.run()
     check_answers(driver, {"a": (PROMPT[:20], items), "b": (PROMPT[:12] + [99] * 4, items)})
     assert driver.replay_lines() is None
+
+
+def test_an_image_is_computed_whole_where_a_request_should_compute_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a load brings may begin inside an image, up to which the request then cannot compute."""
+    driver = images(ATOMIC)
+    calls, up_to_ten = driver.scheduler.core.calls, Feature()
+    up_to_ten.hits = lambda *_: 10  # type: ignore[method-assign]
+    monkeypatch.setattr(calls, "hits", (*calls.hits, up_to_ten))
+    driver.add("a", PROMPT[:20], max_tokens=3, items=[image("a", (0, 12))])
+    driver.add("b", PROMPT[20:35], max_tokens=3)
+    driver.run()
+    assert driver.diffs[0].counts[0] == (1, 10)
+    assert (0, 15) in [count for diff in driver.diffs for count in diff.counts]  # beside a token of the other one
+    check_answers(driver, {"a": (PROMPT[:20], [image("a", (0, 12))]), "b": (PROMPT[20:35], [])})
 
 
 @pytest.mark.parametrize("is_running", [False, True])

@@ -33,7 +33,7 @@ class Workers:
         return []
 
 
-def slow_loads(caplog: pytest.LogCaptureFixture) -> list[int]:
+def slow_loads(caplog: pytest.LogCaptureFixture) -> list[int | str]:
     return [record.data["number"] for record in caplog.records if hasattr(record, "data")]
 
 
@@ -45,13 +45,14 @@ def test_encodings_are_sent_and_answered(caplog: pytest.LogCaptureFixture) -> No
     group = cast(WorkerGroup, workers)
     scheduler.consume(make_request("a", [1, 2, 3], items=[image("a", (0, 2))]))
     transfers.turn(scheduler, group, 5.0)
-    assert workers.sent == [Encode(1, image("a").digest, "/shm/a", "image", 2)]
+    key, name = image("a", (0, 2)).key, image("a").digest.hex()[:16]
+    assert workers.sent == [Encode(key, "/shm/a", "image", 2)]
     transfers.turn(scheduler, group, 5.0 + SLOW_LOAD_S)
-    assert slow_loads(caplog) == [1]
-    with pytest.raises(EngineError, match=r"an image 1 took -1\.0 s"):
-        transfers.answered(scheduler, Encoded(1, seconds=-1.0), 6.0)
-    transfers.answered(scheduler, Encoded(1, "its file is gone"), 6.0)
-    assert slow_loads(caplog) == [1, 1] and not scheduler.table.requests
+    assert slow_loads(caplog) == [name]
+    with pytest.raises(EngineError, match=rf"an image {name} took -1\.0 s"):
+        transfers.answered(scheduler, Encoded(key, seconds=-1.0), 6.0)
+    transfers.answered(scheduler, Encoded(key, "its file is gone"), 6.0)
+    assert slow_loads(caplog) == [name] * 2 and not scheduler.table.requests
     journal.close()
 
 

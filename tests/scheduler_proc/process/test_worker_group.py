@@ -141,10 +141,10 @@ def test_loads_and_encodings_are_answered_when_all_ranks_have_answered() -> None
     ranks[1].send(AdapterLoaded(4, 1, "no memory", 100, 2.0))
     received = group.receive()
     assert received is not None and received[1].message == AdapterLoaded(4, 1, "no memory", 200, 2.0, False)
-    for rank, answer in ((0, Encoded(4, "", 8, 2.0)), (0, Encoded(5)), (1, Encoded(4, "no memory", 8, 0.5))):
+    for rank, answer in ((0, Encoded(b"a", "", 2.0)), (0, Encoded(b"b")), (1, Encoded(b"a", "no memory", 0.5))):
         ranks[rank].send(answer)
     received = group.receive()
-    assert received is not None and received[1].message == Encoded(4, "no memory", 16, 2.0)
+    assert received is not None and received[1].message == Encoded(b"a", "no memory", 2.0)
     ranks[1].send(AdapterLoaded(6, 2))
     with pytest.raises(EngineError, match=r"different adapters to slot 2: numbers \[5, 6\]"):
         group.receive()

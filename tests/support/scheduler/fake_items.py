@@ -7,7 +7,7 @@ out. A step that computes a position whose rows are not there fails.
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 
-from quire.protocol.wire.item_messages import Encode, Encoded, InputItem, RowItem
+from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 
 
 def image(name: str, *ranges: tuple[int, int], path: str = "", kind: str = "image") -> InputItem:
@@ -31,51 +31,48 @@ class FakeItems:
 
     Attributes:
         capacity: most rows.
-        rows: number to the digest of the item whose rows are there, and how many they are.
+        rows: key of each item whose rows are there to their number.
         pending: received encodings in order.
         fault: called with each Encode; returns a problem, or an empty string.
         of: request id to the items that it was sent with.
-        log: digests in the order of their encodings.
+        log: keys in the order of their encodings.
     """
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        self.rows: dict[int, tuple[bytes, int]] = {}
+        self.rows: dict[bytes, int] = {}
         self.pending: list[Encode] = []
         self.fault: Callable[[Encode], str] = lambda encode: ""
         self.of: Callable[[str], Sequence[InputItem]] = lambda request_id: ()
         self.log: list[bytes] = []
-        self._digests: dict[int, bytes] = {}
 
     def forget(self) -> None:
         """Become a new process."""
         self.rows.clear()
         self.pending.clear()
-        self._digests.clear()
 
     def receive(self, encode: Encode) -> None:
-        for number in encode.dropped:
-            self.rows.pop(number, None)
-        assert encode.number not in self.rows, "rows are there, and encoded again"
-        assert all(encode.number != other.number for other in self.pending), "an item is encoded twice at a time"
-        assert self._digests.setdefault(encode.number, encode.digest) == encode.digest, "a number for another content"
+        for key in encode.dropped:
+            self.rows.pop(key, None)
+        assert encode.key not in self.rows, "rows are there, and encoded again"
+        assert all(encode.key != other.key for other in self.pending), "an item is encoded twice at a time"
         self.pending.append(encode)
-        used = sum(count for _, count in self.rows.values()) + sum(each.num_rows for each in self.pending)
+        used = sum(self.rows.values()) + sum(each.num_rows for each in self.pending)
         assert used <= self.capacity, f"{used} rows in an encoder cache of {self.capacity}"
 
     def run(self, index: int = 0) -> Encoded:
         """Run a pending encoding, and return its answer."""
         encode = self.pending.pop(index)
-        self.log.append(encode.digest)
+        self.log.append(encode.key)
         if problem := self.fault(encode):
-            return Encoded(encode.number, problem)
-        self.rows[encode.number] = encode.digest, encode.num_rows
-        return Encoded(encode.number, "", encode.num_rows * 8, 0.002)
+            return Encoded(encode.key, problem)
+        self.rows[encode.key] = encode.num_rows
+        return Encoded(encode.key, "", 0.002)
 
-    def check(self, name: str, rows: Sequence[RowItem], begin: int, end: int) -> None:
+    def check(self, name: str, rows: Sequence[InputItem], begin: int, end: int) -> None:
         """Raise AssertionError unless all rows are there that the positions of a request from ``begin`` on need."""
         for item in self.of(name):
             if item.has_positions(begin, end):
-                numbers = [each.number for each in rows if each.ranges == item.ranges]
-                assert len(numbers) == 1, f"{name}: its row lacks an item"
-                assert self.rows.get(numbers[0], (b"",))[0] == item.digest, f"{name}: no rows for {item.ranges}"
+                keys = [each.key for each in rows if each.ranges == item.ranges]
+                assert keys == [item.key], f"{name}: its row lacks an item"
+                assert item.key in self.rows, f"{name}: no rows for {item.ranges}"

@@ -22,7 +22,7 @@ from side_parts import with_rows
 from quire.protocol.model.kv_layout import NULL_BLOCK_ID, KVGroup
 from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.request.pooling_params import PoolingParams
-from quire.protocol.wire.item_messages import RowItem
+from quire.protocol.wire.item_messages import InputItem
 from quire.protocol.wire.side_rows import LOGPROBS, POOLED, PROMPT_LOGPROBS, ROUTED_EXPERTS, Rows, SideRows
 from quire.protocol.wire.worker_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 
@@ -117,7 +117,7 @@ class Row:
     adapter: int = 0
     pooling: PoolingParams | None = None
     num_routed: int = -1
-    items: list[RowItem] = field(default_factory=list)
+    items: list[InputItem] = field(default_factory=list)
 
     @property
     def blocks(self) -> list[int]:

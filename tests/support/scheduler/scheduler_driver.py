@@ -306,7 +306,7 @@ class Driver:
         self._check()
         self.num_steady += len(self.scheduler.steady_decode)
         self._send_moves(self.scheduler.transfers.take_loads())
-        self._send_adapter_loads()
+        self._send_side_work()
         if diff is None:
             self.log.tick(0.0)
         else:
@@ -336,19 +336,17 @@ class Driver:
             self.consume(part)
             self.scheduler.check()
 
-    def _send_adapter_loads(self) -> None:
-        for encode in self.scheduler.items.take_encodes():
-            self.down.send(encode)
-        for load in self.scheduler.adapters.take_loads():
-            self.adapter_loads.append(load)
-            self.down.send(load)
+    def _send_side_work(self) -> None:
+        for message in self.scheduler.take_side_work():
+            self.adapter_loads += [message] if isinstance(message, LoadAdapter) else []
+            self.down.send(message)
 
     def _send_stores(self) -> None:
         if (disk := self.scheduler.kv.disk) is not None:
             for page in disk.take_invalid():
                 self.worker.host.pages.pop(disk.first_id + page, None)
         self._send_moves(self.scheduler.transfers.take_stores())
-        self._send_adapter_loads()
+        self._send_side_work()
 
     def _send_moves(self, moves: list[MoveBlocks]) -> None:
         self.moves += moves

@@ -52,9 +52,9 @@ class ItemRunner:
         self.held: list[int] = []
         self._sampling: list[int] = []
 
-    def encode(self, path: Path, number: int, num_rows: int, kind: str = "image", **fields: Any) -> Encoded:
+    def encode(self, path: Path, key: bytes, num_rows: int, kind: str = "image", **fields: Any) -> Encoded:
         """Encode an item, and return the answer."""
-        self.encoder.submit(Encode(number, bytes(32), str(path), kind, num_rows, **fields))
+        self.encoder.submit(Encode(key, str(path), kind, num_rows, **fields))
         for _ in range(100):
             self.woken.wait(0.1)
             self.woken.clear()
@@ -66,8 +66,8 @@ class ItemRunner:
     def encode_all(self, folder: Path, prompt: Prompt) -> None:
         """Encode the pictures of a prompt."""
         for item, picture in zip(prompt.items, prompt.pictures, strict=True):
-            path = picture.save(folder / f"picture{item.number}.safetensors")
-            answer = self.encode(path, item.number, picture.rows)
+            path = picture.save(folder / f"picture{item.key.hex()}.safetensors")
+            answer = self.encode(path, item.key, picture.rows)
             assert not answer.problem, answer.problem
 
     def step(self, **fields: Any) -> Any:

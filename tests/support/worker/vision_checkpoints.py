@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from quire.protocol.wire.item_messages import RowItem
+from quire.protocol.wire.item_messages import InputItem
 
 IMAGE = 120
 """Token id of all families' placeholders."""
@@ -171,7 +171,7 @@ class Prompt:
     parts: Sequence[list[int] | Picture]
     first: int = 1
     ids: list[int] = field(default_factory=list)
-    items: list[RowItem] = field(default_factory=list)
+    items: list[InputItem] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -184,7 +184,7 @@ class Prompt:
                 ranges.append((len(self.ids), count))
                 self.ids += [IMAGE] * count + ([7] if part.tiles else [])
                 left -= count
-            self.items.append(RowItem(self.first + len(self.items), ranges, part.grid))
+            self.items.append(InputItem(bytes([self.first + len(self.items)]), ranges, "", "image", part.grid))
 
     @property
     def pictures(self) -> list[Picture]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from vision_checkpoints import Prompt, make_checkpoint, make_picture
 
 from quire.protocol.errors import ConfigError
-from quire.protocol.wire.item_messages import RowItem
+from quire.protocol.wire.item_messages import InputItem
 from quire.worker_proc.batch.input_batch import StepRefused
 
 HIDDEN = 64
@@ -46,35 +46,34 @@ def test_failed_encodings_are_answered_and_the_next_one_works(qwen: tuple[Path, 
         (whole, "rows", 5, f"the item must have the shape [5, {HIDDEN}] (got absent)"),
         (files["nan"], "rows", 2, "the item has rows that are not finite"),
     ]
-    for number, (path, kind, rows, problem) in enumerate(cases, 1):
-        answer = engine.encode(path, number, rows, kind)
+    for path, kind, rows, problem in cases:
+        answer = engine.encode(path, b"a", rows, kind)
         assert problem in answer.problem and str(tmp_path) not in answer.problem, answer
         assert not engine.runner.items.rows
-    answer = engine.encode(whole, 20, picture.rows)
-    assert (answer.problem, answer.num_bytes) == ("", 3 * picture.rows * HIDDEN * 4)
-    engine.encode(whole, 21, picture.rows, dropped=[20])
-    assert list(engine.runner.items.rows) == [21]
-    with pytest.raises(StepRefused, match="Encode of item 21"):
-        engine.encode(whole, 21, picture.rows)
+    assert not engine.encode(whole, b"a", picture.rows).problem
+    assert engine.runner.items.rows[b"a"].shape == (3, picture.rows, HIDDEN)
+    engine.encode(whole, b"b", picture.rows, dropped=[b"a"])
+    assert list(engine.runner.items.rows) == [b"b"]
+    with pytest.raises(StepRefused, match="Encode of item 62: it is there"):
+        engine.encode(whole, b"b", picture.rows)
     engine.encoder.begin_worker_epoch()
     assert not engine.runner.items.rows
     engine.encoder.close()
 
 
-REFUSED: list[tuple[str, Callable[[RowItem], list[RowItem]], str]] = [
-    ("absent", lambda item: [msgspec.structs.replace(item, number=9)], "needs the rows of item 9, which are absent"),
-    ("computed", lambda item: [msgspec.structs.replace(item, number=0)], "needs the rows of item 0"),
-    ("shorter", lambda item: [RowItem(1, [(2, 1)])], "needs the rows of item 1, which are"),
+REFUSED: list[tuple[str, Callable[[InputItem], list[InputItem]], str]] = [
+    ("absent", lambda item: [msgspec.structs.replace(item, digest=b"x")], "needs the rows of item 78"),
+    ("shorter", lambda item: [InputItem(b"\1", [(2, 1)], "")], "needs the rows of item 0101000000, which are absent"),
     ("overlap", lambda item: [item, item], "ranges of items must ascend"),
-    ("empty", lambda item: [RowItem(1, [(2, 0)])], "ranges of items must ascend"),
-    ("outside", lambda item: [RowItem(1, [(2, 500)])], "item 1 ends at 502 of"),
+    ("empty", lambda item: [InputItem(b"\1", [(2, 0)], "")], "ranges of items must ascend"),
+    ("outside", lambda item: [InputItem(b"\1", [(2, 500)], "")], "ends at 502 of"),
     ("grid", lambda item: [msgspec.structs.replace(item, grid=(1, 2, 6))], "cannot have the grid (1, 2, 6)"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
 def test_step_without_the_rows_of_its_items_is_refused(
-    change: Callable[[RowItem], list[RowItem]], message: str, qwen: tuple[Path, Any], tmp_path: Path
+    change: Callable[[InputItem], list[InputItem]], message: str, qwen: tuple[Path, Any], tmp_path: Path
 ) -> None:
     folder, model = qwen
     engine = ItemRunner(folder)
@@ -90,7 +89,7 @@ def test_step_without_the_rows_of_its_items_is_refused(
 def test_text_model_refuses_items(checkpoint_factory: Callable[..., tuple[Path, Any]]) -> None:
     engine = ItemRunner(checkpoint_factory("llama")[0], encoder_cache_tokens=0)
     prompt = Prompt([[5, 6, 7]])
-    prompt.items.append(RowItem(1, [(1, 1)]))
+    prompt.items.append(InputItem(b"\1", [(1, 1)], ""))
     with pytest.raises(StepRefused, match="this engine takes none"):
         engine.generate([prompt], 1)
 

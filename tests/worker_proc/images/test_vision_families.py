@@ -13,7 +13,7 @@ from thread_ranks import ThreadRank, on_ranks
 from tiers import thinned
 from vision_checkpoints import CASES, Prompt, greedy_tokens, make_checkpoint, make_picture
 
-from quire.protocol.wire.item_messages import RowItem
+from quire.protocol.wire.item_messages import InputItem
 
 Factory = Callable[..., tuple[Path, Any]]
 TOKENS = 6
@@ -81,10 +81,10 @@ def test_given_rows_are_like_their_tokens(family: str, checkpoint_factory: Facto
     engine = ItemRunner(folder)
     wanted = engine.generate([Prompt([ids])], TOKENS)
     save_file({"rows": rows}, tmp_path / "rows.safetensors")
-    answer = engine.encode(tmp_path / "rows.safetensors", 1, len(ids), "rows")
-    assert (answer.problem, answer.num_bytes) == ("", rows.nbytes)
+    item = InputItem(b"1", [(0, len(ids))], "", "rows")
+    assert not engine.encode(tmp_path / "rows.safetensors", item.key, len(ids), "rows").problem
     given = Prompt([[0] * len(ids)])
-    given.items.append(RowItem(1, [(0, len(ids))]))
+    given.items.append(item)
     assert engine.generate([given], TOKENS) == wanted
     assert engine.generate([given], TOKENS, computed=len(ids) // BLOCK_SIZE * BLOCK_SIZE) == wanted
     assert engine.generate([given], TOKENS, chunk=1) == wanted

@@ -23,7 +23,7 @@ from quire.protocol.model.latent_config import LatentConfig
 from quire.protocol.model.model_config import ModelConfig, MoeConfig
 from quire.protocol.model.vision_config import VisionConfig
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.item_messages import RowItem
+from quire.protocol.wire.item_messages import InputItem
 from quire.protocol.wire.side_rows import ROUTED_EXPERTS
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.adapters.packed import pack_adapter
@@ -330,10 +330,10 @@ def test_rotary_positions_behind_an_image() -> None:
     vision = VisionConfig("", 7, mrope_section=(4, 2, 2), mrope_interleaved=True, num_deepstack=1)
     both = Both({0: [60]}, {}, shape=msgspec.structs.replace(MODEL, vision=vision))
     rows = torch.randn(2, 6, MODEL.hidden_size, generator=torch.Generator().manual_seed(1))
+    image = InputItem(b"1", [(2, 6)], "", grid=(1, 4, 6))
     for runner in (both.host, both.device):
-        runner.items.rows[1] = rows
+        runner.items.rows[image.key] = rows
     fields = adding((0, [5, 9, 7, 7, 7, 7, 7, 7, 3], [1, 2, 3, 4, 5]), (1, [8, 8], [6, 7, 8]))
-    image = RowItem(1, [(2, 6)], (1, 4, 6))
     fields["new_requests"][0] = msgspec.structs.replace(fields["new_requests"][0], items=[image])
     both.step(**fields | {"counts": [(0, 4), (1, 2)]})
     both.step(counts=[(0, 5)])
@@ -347,14 +347,15 @@ def test_rotary_positions_behind_an_image() -> None:
 
 
 def test_image_that_attends_in_both_directions() -> None:
+    item = InputItem(b"1", [(2, 6)], "")
     vision = VisionConfig("", 7, is_causal=False)
     both = Both(shape=msgspec.structs.replace(MODEL, vision=vision))
     rows = torch.randn(1, 6, MODEL.hidden_size, generator=torch.Generator().manual_seed(1))
     fields = adding((0, [5, 9, 7, 7, 7, 7, 7, 7, 3], [1, 2, 3, 4, 5]), (1, [8, 8], [6, 7, 8]))
-    fields["new_requests"][0] = msgspec.structs.replace(fields["new_requests"][0], items=[RowItem(1, [(2, 6)])])
+    fields["new_requests"][0] = msgspec.structs.replace(fields["new_requests"][0], items=[item])
     for runner in (both.host, both.device):
-        runner.items.keep(1, rows, is_image=True)
-        with pytest.raises(StepRefused, match="handle 0 must compute item 1 up to 8"):
+        runner.items.rows[item.key] = rows
+        with pytest.raises(StepRefused, match="handle 0 must compute item 3106000000 up to 8"):
             runner.execute(SchedulerOutput(1, **fields | {"counts": [(0, 4), (1, 2)]}))
     both.step(**fields | {"counts": [(0, 8), (1, 2)]})
     both.step()
