@@ -78,6 +78,7 @@ def _call(number: int, arrival: float, outcome: RequestOutcome, header: Header, 
         answer=ContentIds(ids, unit) if ids else None,
         adapter="" if request.adapter is None else f"{request.adapter.name} {request.adapter.digest[:8].hex()}",
         pooling=request.pooling,
+        items=request.items,
     )
 
 

@@ -29,6 +29,8 @@ SETTINGS = (
     "enable_lora",
     "max_loras",
     "max_cpu_loras",
+    "encoder_cache_tokens",
+    "enable_prompt_embeds",
 )
 """Engine flags that affect scheduling."""
 

@@ -21,7 +21,7 @@ from quire.replay.core.policies import QUIRE, Policies, Routing, find_preset
 from quire.replay.costs.copies import NO_TIERS, CopyRates, Tiers, copy_rates, page_bytes
 from quire.replay.costs.cost import CostModel
 from quire.replay.costs.models import find_model
-from quire.replay.costs.side_clock import ADAPTER_LOAD_S
+from quire.replay.costs.side_clock import ADAPTER_LOAD_S, ENCODE_ROW_S
 from quire.replay.costs.sizes import simulated_slots
 from quire.replay.simulate.setting_values import parse_setting
 from quire.replay.workload.workload import SHORT_HASH_BYTES, Call, Workload, block_names
@@ -141,6 +141,8 @@ def make_setup(
         raise ConfigError(f"--set adapter_load_s must be at least 0 (got {adapter_load_s})")
     options = EngineOptions(model=name, **({"device": "cuda"} | values))
     config = make_engine_config(options, model=model, simulated=True)
+    if config.item_kinds and (images := sum(bool(call.items) for call in workload.calls)):
+        notes.append(f"{images} calls have images: encoding one takes {ENCODE_ROW_S * 1e6:g} us for each position")
     layout = kv_layout(model, config.block_size, config.kv_cache_dtype)
     num_usable_blocks = _num_usable_blocks(usable, config, layout, workload, cost, notes)
     is_kept = changes and not any(key.replace("-", "_") in SIZES for key in changes)
@@ -214,6 +216,8 @@ def _typed(given: Mapping[str, str], workload: Workload) -> dict[str, Any]:
         number = values["data_parallel_size"]
         raise ConfigError(f"--set data_parallel_size must be between 1 and {MAX_ENGINES} (got {number})")
     _drop_other_sizes(values, wanted)
+    if "model" in wanted and "encoder_cache_tokens" not in wanted:  # another one may read no images
+        values.pop("encoder_cache_tokens", None)
     paces, hiccups = values.get("engine_paces", []), values.get("hiccups_per_minute", 0.0)
     if not all(0.01 <= pace <= 100 for pace in paces):
         raise ConfigError(f"--set engine_paces must be numbers from 0.01 to 100, as in 1,2.6 (got {paces})")

@@ -214,6 +214,7 @@ class Simulator:
             priority=call.priority,
             arrival=self._now,
             adapter=adapter,
+            items=[item for item in call.items if item.kind in self.scheduler.config.item_kinds],
             job_id=call.conversation if self._score is None else "",
             pooling=call.pooling,
         )

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.protocol.request.pooling_params import PoolingParams
+from quire.protocol.wire.item_messages import InputItem
 
 SHORT_HASH_BYTES = 16
 _NAME = np.dtype([("space", "<u4"), ("offset", "<u4"), ("id", "<u8")])
@@ -46,6 +47,7 @@ class Call:
         answer: content ids of prompt and answer together, if the trace has them (in the next turn's prompt, say).
         agent: the sub-agent of the conversation that sends it, or empty.
         pooling: what its prompt is turned into instead of an answer, or None.
+        items: images and given embeddings at positions of its prompt.
     """
 
     number: int
@@ -66,6 +68,7 @@ class Call:
     agent: str = ""
     tool: str = ""
     pooling: PoolingParams | None = None
+    items: Sequence[InputItem] = ()
 
 
 @dataclass(slots=True)
