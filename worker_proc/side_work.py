@@ -61,11 +61,8 @@ class SideThread(Generic[Job, Answer]):
         self._name, self._work, self._niceness = name, work, niceness
         self._queue: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
         self._thread: Thread | None = None
-        # The lock guards everything below.
-        self._lock = Lock()
         self._epoch = 0
-        self._answers = Answers[Answer](wake)
-        self.take_answers = self._answers.take
+        self._answers = Answers[tuple[int, Answer]](wake)
 
     def submit(self, job: Job) -> None:
         if self._thread is None:
@@ -73,11 +70,13 @@ class SideThread(Generic[Job, Answer]):
             self._thread.start()
         self._queue.put((self._epoch, job))
 
+    def take_answers(self) -> list[Answer]:
+        """Return the answers since the last call."""
+        return [answer for epoch, answer in self._answers.take() if epoch == self._epoch]
+
     def begin_worker_epoch(self) -> None:
         """Drop what the previous scheduler has sent."""
-        with self._lock:
-            self._epoch += 1
-            self._answers.clear()
+        self._epoch += 1
 
     def close(self) -> None:
         self.begin_worker_epoch()
@@ -94,10 +93,7 @@ class SideThread(Generic[Job, Answer]):
             if epoch != self._epoch:
                 continue
             with torch.inference_mode():
-                answer = self._work(job)
-            with self._lock:
-                if epoch == self._epoch:
-                    self._answers.add(answer)
+                self._answers.add((epoch, self._work(job)))
 
 
 class SideWork(Protocol):

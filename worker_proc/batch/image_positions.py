@@ -28,17 +28,16 @@ def given_end(items: Sequence[InputItem]) -> int:
 
 
 def rope_offset(items: Sequence[InputItem]) -> int:
-    """Return what rotary positions behind the items are more than positions: an image takes those of its longer side.
-
-    Items without a grid have the positions of tokens.
-    """
-    grids = [(merged_grid(item), item.ranges[0][1]) for item in items if item.grid]
-    return sum(max(height, width) - count for (_, height, width), count in grids)
+    """Return what rotary positions behind the items are more than positions."""
+    return int(rope_positions(items)[0, -1]) - given_end(items)
 
 
 def rope_positions(items: Sequence[InputItem]) -> npt.NDArray[np.int64]:
-    """Return the rotary positions up to the end of the last item: in time, height and width, ``[3, num_positions]``."""
-    positions = np.tile(np.arange(given_end(items)), (3, 1))
+    """Return the rotary positions up to the one behind the last item: in time, height and width, ``[3, n]``.
+
+    An image takes as many as its longer side has rows. Items without a grid have the positions of tokens.
+    """
+    positions = np.tile(np.arange(given_end(items) + 1), (3, 1))
     for item in items:
         if item.grid:
             begin, count = item.ranges[0]

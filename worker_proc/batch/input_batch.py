@@ -150,7 +150,7 @@ class InputBatch:
         self.logprob_tokens = column(np.object_, lambda new: new.sampling.logprob_token_ids or None, None)
         self.searches = column(np.bool_, lambda new: new.sampling.use_beam_search)
         self.given_end = column(np.int32, lambda new: given_end(new.items))
-        self.rope_offset = column(np.int32, lambda new: rope_offset(new.items))
+        self.rope_offset = column(np.int32, lambda new: rope_offset(new.items) if new.items else 0)
         self.num_prompt_logprobs = column(np.int32, lambda new: _count(new.sampling.prompt_logprobs), -1)
 
     def register(self, store: RowStore) -> None:
