@@ -53,10 +53,6 @@ class InputItem(msgspec.Struct, array_like=True, frozen=True):
         rows of another size."""
         return self.digest + self.num_rows.to_bytes(4, "little")
 
-    def has_positions(self, begin: int, end: int) -> bool:
-        """Whether some of its positions are from ``begin`` up to ``end``."""
-        return any(first < end and first + count > begin for first, count in self.ranges)
-
 
 def features_of(items: Iterable[InputItem]) -> list[InputFeature]:
     """Return what block hashes cover of items: for each range its digest, and the first of the rows there."""
@@ -75,15 +71,10 @@ class Encode(Message, frozen=True, tag=38):
     No step uses the rows before every rank has answered, and no step that is not answered uses those that are dropped.
 
     Attributes:
-        key: of the item.
-        num_rows: number of rows that the item must have.
         dropped: keys of the items whose rows are freed first; a rank that could not encode one does not have it.
     """
 
-    key: bytes
-    path: str
-    kind: str
-    num_rows: int
+    item: InputItem
     dropped: list[bytes] = []
 
 

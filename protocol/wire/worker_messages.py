@@ -255,9 +255,9 @@ class Digest(Message, frozen=True, tag=44):
     value: bytes
 
 
-SideWork: TypeAlias = LoadAdapter | Encode
+SideJob: TypeAlias = LoadAdapter | Encode
 """What threads of the workers do beside the steps, one after the other."""
-SideWorkDone: TypeAlias = AdapterLoaded | Encoded
+SideJobDone: TypeAlias = AdapterLoaded | Encoded
 SchedulerToWorker: TypeAlias = (
     Welcome
     | Refused
@@ -268,18 +268,9 @@ SchedulerToWorker: TypeAlias = (
     | HostPages
     | DiskPages
     | MoveBlocks
-    | SideWork
+    | SideJob
     | Shutdown
 )
 WorkerToScheduler: TypeAlias = (
-    Hello
-    | Heartbeat
-    | Ready
-    | Fault
-    | ModelRunnerOutput
-    | Proposed
-    | Digest
-    | BlocksMoved
-    | DiskContents
-    | SideWorkDone
+    Hello | Heartbeat | Ready | Fault | ModelRunnerOutput | Proposed | Digest | BlocksMoved | DiskContents | SideJobDone
 )

@@ -4,7 +4,7 @@ from heapq import heappop, heappush
 
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.item_messages import Encoded
-from quire.protocol.wire.worker_messages import SideWork, SideWorkDone
+from quire.protocol.wire.worker_messages import SideJob, SideJobDone
 
 ADAPTER_LOAD_S = 0.05
 """Default duration of a load from a folder: 100 MB at 2 GB/s."""
@@ -24,7 +24,7 @@ class SideClock:
         """Numbers of the adapters in host memory."""
         self._free_at: dict[type, float] = {}
         """By kind, when the newest one ends."""
-        self._ends: list[tuple[float, int, SideWorkDone]] = []
+        self._ends: list[tuple[float, int, SideJobDone]] = []
         """A heap: ends, an order of what ends together, and answers."""
         self._num_sent = 0
 
@@ -33,8 +33,8 @@ class SideClock:
         """When the next one ends; infinite if there is none."""
         return self._ends[0][0] if self._ends else float("inf")
 
-    def send(self, work: SideWork, now: float) -> None:
-        answer: SideWorkDone
+    def send(self, work: SideJob, now: float) -> None:
+        answer: SideJobDone
         if isinstance(work, LoadAdapter):
             was_cached = work.number in self._copies
             self._copies.difference_update(work.dropped)
@@ -42,12 +42,12 @@ class SideClock:
             seconds = self._load_seconds * (COPY_SHARE if was_cached else 1.0)
             answer = AdapterLoaded(work.number, work.slot, seconds=seconds, was_cached=was_cached)
         else:
-            seconds = ENCODE_ROW_S * work.num_rows if work.kind == "image" else 0.0
-            answer = Encoded(work.key, seconds=seconds)
+            seconds = ENCODE_ROW_S * work.item.num_rows if work.item.kind == "image" else 0.0
+            answer = Encoded(work.item.key, seconds=seconds)
         self._free_at[type(work)] = end = max(now, self._free_at.get(type(work), now)) + seconds
         self._num_sent += 1
         heappush(self._ends, (end, self._num_sent, answer))
 
-    def take(self, now: float) -> SideWorkDone | None:
+    def take(self, now: float) -> SideJobDone | None:
         """Return the answer to the next one, if that has ended by ``now``."""
         return heappop(self._ends)[2] if self.next_end <= now else None

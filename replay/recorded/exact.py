@@ -189,7 +189,7 @@ class _Replay:
         self._decision_log.ended_requests.clear()
         self.scheduler.transfers.take_loads()  # a replay sends none
         self.scheduler.transfers.take_stores()
-        self.scheduler.take_side_work()
+        self.scheduler.take_side_jobs()
         return None if entry.is_intact else _altered(entry, self._step)
 
     def _located(self, entry: TraceLine, found: Differs) -> Difference:

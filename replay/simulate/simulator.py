@@ -158,10 +158,10 @@ class Simulator:
             self._finish_step()
         if self._copies.next_time <= self._now:
             self._finish_copies()
-        self._finish_side_work()
+        self._finish_side_jobs()
         for call in source.take(self._now):
             self._arrive(call)
-        self._send_side_work()
+        self._send_side_jobs()
         self._copies.send_stores(self._now, self._worker_free)
         while scheduler.can_schedule and self._decide():
             pass
@@ -240,7 +240,7 @@ class Simulator:
     def _decide(self) -> bool:
         diff = self.scheduler.schedule(self._now)
         self._copies.send_loads(self._now)
-        self._send_side_work()
+        self._send_side_jobs()
         if diff is None:
             self._collector.note(self._now, self.scheduler.decisions.take())
         else:
@@ -287,11 +287,11 @@ class Simulator:
         for run in self._collector.changed(self._now):
             self._end(self._calls.pop(run))
 
-    def _send_side_work(self) -> None:
-        for work in self.scheduler.take_side_work():
+    def _send_side_jobs(self) -> None:
+        for work in self.scheduler.take_side_jobs():
             self._side.send(work, self._now)
 
-    def _finish_side_work(self) -> None:
+    def _finish_side_jobs(self) -> None:
         while (answer := self._side.take(self._now)) is not None:
             self.scheduler.consume(answer)
             for run in self._collector.changed(self._now):

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quire.protocol.config import EngineConfig
 from quire.protocol.wire.front_end_messages import EndReason, Rejected, SchedulerToFrontEnd, Statistics
-from quire.protocol.wire.worker_messages import SideWork
+from quire.protocol.wire.worker_messages import SideJob
 from quire.scheduler_proc.core.feature import Calls
 from quire.scheduler_proc.core.in_flight import StepsInFlight
 from quire.scheduler_proc.core.step import StepPlan
@@ -44,7 +44,7 @@ class Core:
             it is read once, at construction.
         outputs: what the steps have for clients.
         replies: pending (client, message) pairs that belong to no step.
-        side_work: what is to be sent to the workers.
+        side_jobs: what is to be sent to the workers.
         refused: the first waiting request when it was last not admitted for lack of rows or blocks.
         num_without_tokens: requests that have ended with a result other than tokens.
         finish: ends a request; every ending of an accepted request goes through it.
@@ -62,7 +62,7 @@ class Core:
     calls: Calls
     outputs: OutputCollector = field(default_factory=OutputCollector)
     replies: list[tuple[int, SchedulerToFrontEnd]] = field(default_factory=list)
-    side_work: list[SideWork] = field(default_factory=list)
+    side_jobs: list[SideJob] = field(default_factory=list)
     refused: Request | None = None
     num_without_tokens: int = 0
     finish: Finish = field(init=False)

@@ -22,7 +22,7 @@ from quire.protocol.wire.front_end_messages import (
     Statistics,
     Stop,
 )
-from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SideWork
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SchedulerOutput, SideJob
 from quire.scheduler_proc.core.arrivals import Arrivals
 from quire.scheduler_proc.core.context import Core
 from quire.scheduler_proc.core.diff import build_diff
@@ -214,7 +214,7 @@ class BareScheduler:
         self.kv.drop_device_contents()
         if new_workers:
             self.table.take_removed()
-            self.take_side_work()
+            self.take_side_jobs()
         has_ended = False
         for feature in self.core.calls.new_epoch:
             has_ended |= feature.new_epoch(new_workers=new_workers)
@@ -237,9 +237,9 @@ class BareScheduler:
         """Return and clear the pending (client, message) pairs. If a step can be scheduled, call ``schedule`` first."""
         return self.arrivals.take_replies() + self.decisions.take_events() + self.core.outputs.take()
 
-    def take_side_work(self) -> list[SideWork]:
+    def take_side_jobs(self) -> list[SideJob]:
         """Return and clear what workers are to do beside the steps."""
-        messages, self.core.side_work = self.core.side_work, []
+        messages, self.core.side_jobs = self.core.side_jobs, []
         return messages
 
     def _live(self, client: int, request_id: str) -> Request | None:

@@ -14,9 +14,10 @@ from quire.protocol.model.checkpoint_digest import Fingerprint, begin_digest
 from quire.protocol.process.log import event_logger
 from quire.protocol.wire.adapter_messages import AdapterLoaded, LoadAdapter
 from quire.protocol.wire.codec import Codec
+from quire.protocol.wire.item_messages import Encode
 from quire.protocol.wire.kv_events import HASH_BYTES
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents, DiskPages, HostPages
-from quire.protocol.wire.worker_messages import SideWork, SideWorkDone
+from quire.protocol.wire.worker_messages import SideJob, SideJobDone
 from quire.scheduler_proc.process.transport import PageFiles, Transport
 from quire.scheduler_proc.process.worker_group import WorkerGroup
 from quire.scheduler_proc.requests.events import Consumed, HostMemory, LoadLate
@@ -164,7 +165,7 @@ class TierTransfers:
 
     def _send_beside(self, scheduler: Scheduler, workers: WorkerGroup, now: float) -> None:
         """Send what threads of the workers do beside the steps."""
-        for message in scheduler.take_side_work():
+        for message in scheduler.take_side_jobs():
             self._slow_at[_named(message)] = now + SLOW_LOAD_S
             workers.send(message)
 
@@ -176,13 +177,13 @@ class TierTransfers:
         for store in scheduler.transfers.take_stores():
             workers.send(store)
 
-    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | SideWorkDone, now: float) -> None:
+    def answered(self, scheduler: Scheduler, answer: BlocksMoved | DiskContents | SideJobDone, now: float) -> None:
         """Pass an answer to the Scheduler, and log what has failed.
 
         Raises:
             EngineError: its durations are impossible.
         """
-        if isinstance(answer, SideWorkDone):
+        if isinstance(answer, SideJobDone):
             what, number = _named(answer)
             if not 0.0 <= answer.seconds < math.inf:
                 raise EngineError(f"{what} {number} took {answer.seconds} s: the worker is faulty")
@@ -262,17 +263,18 @@ class TierTransfers:
         self._waiting = None
 
     def _consume(
-        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | SideWorkDone
+        self, scheduler: Scheduler, event: BlocksMoved | DiskContents | HostMemory | LoadLate | SideJobDone
     ) -> None:
         scheduler.consume(event)
         self._journal.consumed(0, self._events.encode(0, 0, event), event)
 
 
-def _named(message: SideWork | SideWorkDone) -> tuple[str, int | str]:
+def _named(message: SideJob | SideJobDone) -> tuple[str, int | str]:
     """Return what workers load, and its number or the beginning of its key."""
     if isinstance(message, LoadAdapter | AdapterLoaded):
         return "an adapter", message.number
-    return "an image", message.key.hex()[:16]
+    key = message.item.key if isinstance(message, Encode) else message.key
+    return "an image", key.hex()[:16]
 
 
 def _stopped(scheduler: Scheduler) -> set[str]:

@@ -10,7 +10,7 @@ from quire.protocol.wire.adapter_messages import UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Stop, TenantService
 from quire.protocol.wire.link_messages import Message
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
-from quire.protocol.wire.worker_messages import ModelRunnerOutput, SideWorkDone
+from quire.protocol.wire.worker_messages import ModelRunnerOutput, SideJobDone
 
 
 class Hold(Message, frozen=True, tag=15):
@@ -76,7 +76,7 @@ Consumed: TypeAlias = (
     | DiskContents
     | LoadLate
     | HostMemory
-    | SideWorkDone
+    | SideJobDone
     | UnloadAdapter
     | TenantService
 )

@@ -19,7 +19,7 @@ from quire.protocol.model.kv_layout import KVLayout
 from quire.protocol.wire.adapter_messages import UnloadAdapter
 from quire.protocol.wire.front_end_messages import Abort, AddRequest, CallsTool, Control, Ended, Stop, TenantService
 from quire.protocol.wire.transfer_messages import BlocksMoved, DiskContents
-from quire.protocol.wire.worker_messages import SideWorkDone
+from quire.protocol.wire.worker_messages import SideJobDone
 from quire.scheduler_proc.costs.costs import CostState
 from quire.scheduler_proc.requests.events import Clock, Fail, Hold, HostMemory, LoadLate, Refuse, Release
 from quire.scheduler_proc.trace.snapshot import Snapshot
@@ -135,7 +135,7 @@ OtherEvent: TypeAlias = (
     | DiskContents
     | LoadLate
     | HostMemory
-    | SideWorkDone
+    | SideJobDone
     | UnloadAdapter
     | TenantService
 )

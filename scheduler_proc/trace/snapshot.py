@@ -53,7 +53,7 @@ _NOT_STATE = (
 )
 _WITH_TOKENS = (BeamSearch, RepetitionWatch)
 """Not in a trace, whose recorded endings decide instead."""
-_LEFT_OUT = {BlockPool: ("blocks",), Core: ("replies", "side_work"), BareScheduler: ("features",)}
+_LEFT_OUT = {BlockPool: ("blocks",), Core: ("replies", "side_jobs"), BareScheduler: ("features",)}
 """Fields that ``PoolState`` has, that affect no decision, or whose parts have names beside them."""
 
 

@@ -18,7 +18,7 @@ from quire.protocol.model.kv_layout import KVGroup, KVLayout
 from quire.protocol.request.sampling_params import SamplingParams
 from quire.protocol.wire.channel import Channel
 from quire.protocol.wire.front_end_messages import AddRequest, Ended, StepOutputs
-from quire.protocol.wire.item_messages import Encode, Encoded
+from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 from quire.protocol.wire.link_messages import Heartbeat, Hello, Refused, Welcome
 from quire.protocol.wire.side_rows import LOGPROBS, PROMPT_LOGPROBS
 from quire.protocol.wire.transfer_messages import BlocksMoved, HostPages, MoveBlocks, MoveKind
@@ -155,10 +155,11 @@ class TestTimes:
 
 def test_images_are_encoded_one_after_the_other_beside_the_steps() -> None:
     first, second, given = (
-        Encode(key, "", kind, 1000) for key, kind in ((b"1", "image"), (b"2", "image"), (b"3", "rows"))
+        Encode(InputItem(name, [(0, 1000)], "", kind))
+        for name, kind in ((b"1", "image"), (b"2", "image"), (b"3", "rows"))
     )
     sent = run((1.0, first), (1.0, second), (1.0, given), (1.0, adding(1, 0, 20)))
-    assert [(round(when, 3), type(message), getattr(message, "key", b"")) for when, message in sent] == [
+    assert [(round(when, 3), type(message), getattr(message, "key", b"")[:1]) for when, message in sent] == [
         (1.02, ModelRunnerOutput, b""),
         (1.03, Encoded, b"1"),
         (1.06, Encoded, b"2"),

@@ -121,7 +121,7 @@ class Faults:
         if self.copies.random() >= ITEM_FAULT_RATE:
             return ""
         self.count("image")
-        self.bad_items.add(encode.key)
+        self.bad_items.add(encode.item.key)
         return "image cannot be read"
 
     def count(self, kind: str) -> None:

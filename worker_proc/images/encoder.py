@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from quire.protocol.process.log import event_logger
-from quire.protocol.wire.item_messages import Encode, Encoded
+from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.images.rows import RowItems, brief
 from quire.worker_proc.images.tower import BadTensors
@@ -35,9 +36,9 @@ class ItemEncoder:
         """
         self._tower, self._items, self._device = items.tower, items, torch.device(model.build.device)
         self._hidden_size, self._dtype = model.config.hidden_size, model.dtype
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        niceness = NICENESS if self._device.type == "cpu" else 0
+        on_gpu = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        niceness = 0 if on_gpu else NICENESS
         self._thread = SideThread("item encoder", self._work, wake, niceness=niceness)
         self.close = self._thread.close
 
@@ -58,9 +59,10 @@ class ItemEncoder:
         """
         for key in message.dropped:
             self._items.rows.pop(key, None)
-        if message.key in self._items.rows or message.num_rows < 1:
-            raise StepRefused(f"Encode of item {brief(message.key)}: it is there, or has {message.num_rows} rows")
-        self._thread.submit(message)
+        item = message.item
+        if item.key in self._items.rows or item.num_rows < 1:
+            raise StepRefused(f"Encode of item {brief(item)}: it is there, or has {item.num_rows} rows")
+        self._thread.submit(item)
 
     def take_answers(self) -> list[Encoded]:
         """Return the answers of what has ended since the last call; steps may use its rows."""
@@ -70,45 +72,40 @@ class ItemEncoder:
 
     # ---- the thread
 
-    def _work(self, message: Encode) -> tuple[Encoded, torch.Tensor | None]:
+    def _work(self, item: InputItem) -> tuple[Encoded, torch.Tensor | None]:
         began, rows, problem = time.perf_counter(), None, ""
         try:
-            rows = self._encode(message)
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                rows = self._encode(item)
+                if self._stream is not None:
+                    self._stream.synchronize()
         except Exception as error:  # an answer in any case: requests wait for it
-            problem = _problem(error)
-            reason = " ".join(str(error).split())[:300]
-            log.warning("an item was not encoded", item=brief(message.key), reason=reason)
-        return Encoded(message.key, problem, time.perf_counter() - began), rows
+            rows, problem = None, _problem(error)
+            log.warning("an item was not encoded", item=brief(item), reason=" ".join(str(error).split())[:300])
+        return Encoded(item.key, problem, time.perf_counter() - began), rows
 
-    def _encode(self, message: Encode) -> torch.Tensor:
-        """Return the rows, on the device and complete."""
-        tensors = load_file(message.path)
-        if self._device.type == "cpu":
-            return self._checked(message, self._compute(message, tensors))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            rows = self._checked(message, self._compute(message, tensors))
-            self._stream.synchronize()
-            return rows
-
-    def _compute(self, message: Encode, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if message.kind == "rows":
-            rows = tensors.get("rows")
-            if rows is None or rows.shape != (message.num_rows, self._hidden_size):
-                found = "absent" if rows is None else list(rows.shape)
-                raise BadTensors(f"must have the shape [{message.num_rows}, {self._hidden_size}] (got {found})")
-            deep = 0 if self._tower is None else self._tower.vision.num_deepstack
-            own = rows.to(self._device, self._dtype, copy=True)[None]  # the file is not kept
-            return own if not deep else torch.cat((own, own.new_zeros(deep, *rows.shape)))
-        if self._tower is None:
+    def _encode(self, item: InputItem) -> torch.Tensor:
+        """Return the rows on the device."""
+        tensors = load_file(item.path)
+        if item.kind == "rows":
+            rows = self._given(item, tensors.get("rows"))
+        elif self._tower is None:
             raise BadTensors("is an image, and this model reads text only")
-        return self._tower.encode(tensors)
-
-    def _checked(self, message: Encode, rows: torch.Tensor) -> torch.Tensor:
-        if rows.shape[1] != message.num_rows:
-            raise BadTensors(f"has {rows.shape[1]} rows, and its prompt has {message.num_rows} positions for them")
+        else:
+            rows = self._tower.encode(tensors)
+        if rows.shape[1] != item.num_rows:
+            raise BadTensors(f"has {rows.shape[1]} rows, and its prompt has {item.num_rows} positions for them")
         if not rows.isfinite().all():
             raise BadTensors("has rows that are not finite")
         return rows
+
+    def _given(self, item: InputItem, rows: torch.Tensor | None) -> torch.Tensor:
+        if rows is None or rows.shape != (item.num_rows, self._hidden_size):
+            found = "absent" if rows is None else list(rows.shape)
+            raise BadTensors(f"must have the shape [{item.num_rows}, {self._hidden_size}] (got {found})")
+        deep = 0 if self._tower is None else self._tower.vision.num_deepstack
+        own = rows.to(self._device, self._dtype, copy=True)[None]  # the file is not kept
+        return own if not deep else torch.cat((own, own.new_zeros(deep, *rows.shape)))
 
 
 def _problem(error: Exception) -> str:

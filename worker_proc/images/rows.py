@@ -70,7 +70,7 @@ class RowItems:
                     raise StepRefused(f"{where}: ranges of items must ascend (got {begin}, {count} after {end})")
                 end = begin + count
             if not item.ranges or end > new.num_prompt_tokens:
-                name = brief(item.key)
+                name = brief(item)
                 raise StepRefused(f"{where}: item {name} ends at {end} of {new.num_prompt_tokens} prompt tokens")
             if item.grid and self._in_space:
                 try:
@@ -125,9 +125,9 @@ class RowItems:
                 if low < high:
                     rows = self.rows.get(item.key)
                     if rows is None:
-                        raise StepRefused(f"handle {handle} needs the rows of item {brief(item.key)}, which are absent")
+                        raise StepRefused(f"handle {handle} needs the rows of item {brief(item)}, which are absent")
                     if high < first + count and item.kind in self._whole_kinds:
-                        raise StepRefused(f"handle {handle} must compute item {brief(item.key)} up to {first + count}")
+                        raise StepRefused(f"handle {handle} must compute item {brief(item)} up to {first + count}")
                     yield item, first + count, low, rows[:, done + low - first : done + high - first]
                 done += count
 
@@ -144,6 +144,6 @@ class RowItems:
         return self._transfer(found)[0]
 
 
-def brief(key: bytes) -> str:
+def brief(item: InputItem) -> str:
     """Return the beginning of an item's key, for messages."""
-    return key.hex()[:16]
+    return item.key.hex()[:16]

@@ -10,10 +10,6 @@ import torch
 
 from quire.protocol.model.vision_config import VisionConfig
 
-PLANNED_ROWS = 4096
-"""Rows of an image for whose encoding memory is planned: about 1800 by 1800 pixels for Qwen's towers. A larger one
-takes what is free, and fails alone if that does not suffice."""
-
 
 class BadTensors(Exception):
     """The tensors of an image do not fit the tower: half a sentence whose subject is the image."""
@@ -37,23 +33,6 @@ class VisionTower:
     def _parameters(self) -> tuple[str, ...]:
         known = signature(self.model.base_model.get_image_features).parameters.values()
         return tuple(each.name for each in known if each.kind is not each.VAR_KEYWORD)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(int(weight.nbytes) for weight in self.model.parameters())
-
-    def planned_bytes(self, cache_rows: int) -> int:
-        """Return the bytes of an encoder cache of so many rows, and an estimate of what encoding an image takes.
-
-        Of each patch a layer has its input, the projections, their result, and the widened input of its MLP twice.
-        """
-        whole, eyes = self.model.config, self.model.config.vision_config
-        width = getattr(eyes, "embed_dim", None) or eyes.hidden_size
-        wide = getattr(eyes, "intermediate_size", None) or 4 * width
-        side = getattr(eyes, "spatial_merge_size", None) or getattr(whole, "scale_factor", None) or 4
-        patches = min(cache_rows, PLANNED_ROWS) * int(side) ** 2
-        row = (1 + self.vision.num_deepstack) * self.hidden_size
-        return (cache_rows * row + patches * int(6 * width + 2 * wide)) * self.dtype.itemsize
 
     def encode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute the rows of one image.

@@ -14,6 +14,9 @@ from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.startup.loader import OpenFiles, fill_slots
 
 EXTRA = "quire-serve[vision]"
+PLANNED_ROWS = 4096
+"""Rows of an image for whose encoding memory is planned: about 1800 by 1800 pixels for Qwen's towers. A larger one
+takes what is free, and fails alone if that does not suffice."""
 
 
 def build_tower(config: EngineConfig, dtype: torch.dtype) -> VisionTower | None:
@@ -83,7 +86,17 @@ def load_tower(tower: VisionTower | None, config: EngineConfig, device: torch.de
 
 
 def image_bytes(config: EngineConfig, tower: VisionTower | None, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of the tower's weights, and those of the encoder cache with what encoding an image takes."""
-    if tower is None:  # given embeddings alone
-        return 0, config.encoder_cache_tokens * config.model.hidden_size * dtype.itemsize
-    return tower.weight_bytes, tower.planned_bytes(config.encoder_cache_tokens)
+    """Return the bytes of the tower's weights, and those of the encoder cache with what encoding an image may take.
+
+    That is, for each patch, a layer's input, the projections, their result, and the widened input of its MLP twice.
+    """
+    weights, rows, values = 0, config.encoder_cache_tokens, config.encoder_cache_tokens * config.model.hidden_size
+    if tower is not None:  # otherwise there are given embeddings alone
+        weights = sum(int(weight.nbytes) for weight in tower.model.parameters())
+        whole, eyes = tower.model.config, tower.model.config.vision_config
+        width = getattr(eyes, "embed_dim", None) or eyes.hidden_size
+        wide = getattr(eyes, "intermediate_size", None) or 4 * width
+        side = getattr(eyes, "spatial_merge_size", None) or getattr(whole, "scale_factor", None) or 4
+        patches = min(rows, PLANNED_ROWS) * int(side) ** 2
+        values = (1 + tower.vision.num_deepstack) * values + patches * int(6 * width + 2 * wide)
+    return weights, values * dtype.itemsize

@@ -231,7 +231,7 @@ class Adapters(Feature):
             adapter, slot = place
             before = self.slots.slots[slot]
             del self._wanted[adapter.number]
-            self._core.side_work.append(self.slots.load(adapter, slot))
+            self._core.side_jobs.append(self.slots.load(adapter, slot))
             self.num_open += 1
             if before is not None and before.num_requests:
                 self._wanted[before.number] = before

@@ -115,7 +115,7 @@ class Asking:
             if not self._make_room(item.num_rows, rank, asking):
                 self.lacks_room = True
                 return False
-            self._core.side_work.append(cache.encode(item))
+            self._core.side_jobs.append(cache.encode(item))
             self.num_runs += 1
         elif index >= own.asked:
             self.num_hits += 1

@@ -67,7 +67,7 @@ class EncoderCache:
         self.rows[item.key] = ItemRows(item)
         dropped, self.dropped = self.dropped, []
         # Rows that were dropped and are encoded again before any other have their old ones there until then.
-        return Encode(item.key, item.path, item.kind, item.num_rows, dropped)
+        return Encode(item, dropped)
 
     def encoded(self, answer: Encoded) -> InputItem | None:
         """End the Encode that ``answer`` answers, and return its item, which has lost its room if that has failed."""

@@ -94,11 +94,11 @@ class Items(Feature):
         return partial(chain, features=features_of(event.items)) if event.items else chain
 
     def _covers(self, request: Any, begin: int, end: int) -> tuple[str, ...]:
-        """Return the digests of the items of which positions of a request are."""
+        """Return the digests of the items that reach into these positions of a request."""
         own = ITEMS.of(request)
         if own is None:
             return ()
-        return tuple(item.digest.hex() for item in own.items if item.has_positions(begin, end))
+        return tuple(item.digest.hex() for item in own.items if item.begin < end and item.end > begin)
 
     def added(self, request: Request) -> None:
         if ITEMS.of(request) is not None:

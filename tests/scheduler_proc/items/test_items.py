@@ -155,7 +155,7 @@ def test_an_image_is_computed_whole_where_a_request_should_compute_less(monkeypa
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_failed_encoding_ends_its_request_and_another_file_is_tried(is_running: bool) -> None:
     driver = images()
-    driver.worker.items.fault = lambda encode: "its file is gone" if encode.path == "/shm/lost" else ""
+    driver.worker.items.fault = lambda encode: "its file is gone" if encode.item.path == "/shm/lost" else ""
     start = 18 if is_running else 0
     for name, path in (("a", "/shm/lost"), ("b", "/shm/there"), ("c", "/shm/lost")):
         driver.add(name, PROMPT[:30], max_tokens=3, items=[image("x", (start, 6), path=path)])
@@ -232,7 +232,7 @@ def test_random_runs(seed: int) -> None:
         steady_decode=rng.random() < 0.8,
     )
     broken = {"/shm/lost"} if rng.random() < 0.3 else set()
-    driver.worker.items.fault = lambda encode: "it is gone" if encode.path in broken else ""
+    driver.worker.items.fault = lambda encode: "it is gone" if encode.item.path in broken else ""
     sent: dict[str, tuple[list[int], list[InputItem]]] = {}
     for number in range(14):
         items, at = [], rng.choice((0, 3))

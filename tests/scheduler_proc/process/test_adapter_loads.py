@@ -45,8 +45,9 @@ def test_encodings_are_sent_and_answered(caplog: pytest.LogCaptureFixture) -> No
     group = cast(WorkerGroup, workers)
     scheduler.consume(make_request("a", [1, 2, 3], items=[image("a", (0, 2))]))
     transfers.turn(scheduler, group, 5.0)
-    key, name = image("a", (0, 2)).key, image("a").digest.hex()[:16]
-    assert workers.sent == [Encode(key, "/shm/a", "image", 2)]
+    item = image("a", (0, 2))
+    key, name = item.key, item.digest.hex()[:16]
+    assert workers.sent == [Encode(item)]
     transfers.turn(scheduler, group, 5.0 + SLOW_LOAD_S)
     assert slow_loads(caplog) == [name]
     with pytest.raises(EngineError, match=rf"an image {name} took -1\.0 s"):

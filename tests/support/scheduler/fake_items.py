@@ -54,25 +54,27 @@ class FakeItems:
     def receive(self, encode: Encode) -> None:
         for key in encode.dropped:
             self.rows.pop(key, None)
-        assert encode.key not in self.rows, "rows are there, and encoded again"
-        assert all(encode.key != other.key for other in self.pending), "an item is encoded twice at a time"
+        item = encode.item
+        assert item.key not in self.rows, "rows are there, and encoded again"
+        assert all(item.key != other.item.key for other in self.pending), "an item is encoded twice at a time"
         self.pending.append(encode)
-        used = sum(self.rows.values()) + sum(each.num_rows for each in self.pending)
+        used = sum(self.rows.values()) + sum(each.item.num_rows for each in self.pending)
         assert used <= self.capacity, f"{used} rows in an encoder cache of {self.capacity}"
 
     def run(self, index: int = 0) -> Encoded:
         """Run a pending encoding, and return its answer."""
         encode = self.pending.pop(index)
-        self.log.append(encode.key)
+        key = encode.item.key
+        self.log.append(key)
         if problem := self.fault(encode):
-            return Encoded(encode.key, problem)
-        self.rows[encode.key] = encode.num_rows
-        return Encoded(encode.key, "", 0.002)
+            return Encoded(key, problem)
+        self.rows[key] = encode.item.num_rows
+        return Encoded(key, "", 0.002)
 
     def check(self, name: str, rows: Sequence[InputItem], begin: int, end: int) -> None:
         """Raise AssertionError unless all rows are there that the positions of a request from ``begin`` on need."""
         for item in self.of(name):
-            if item.has_positions(begin, end):
+            if any(first < end and first + count > begin for first, count in item.ranges):
                 keys = [each.key for each in rows if each.ranges == item.ranges]
                 assert keys == [item.key], f"{name}: its row lacks an item"
                 assert item.key in self.rows, f"{name}: no rows for {item.ranges}"

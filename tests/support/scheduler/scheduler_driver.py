@@ -306,7 +306,7 @@ class Driver:
         self._check()
         self.num_steady += len(self.scheduler.steady_decode)
         self._send_moves(self.scheduler.transfers.take_loads())
-        self._send_side_work()
+        self._send_side_jobs()
         if diff is None:
             self.log.tick(0.0)
         else:
@@ -336,8 +336,8 @@ class Driver:
             self.consume(part)
             self.scheduler.check()
 
-    def _send_side_work(self) -> None:
-        for message in self.scheduler.take_side_work():
+    def _send_side_jobs(self) -> None:
+        for message in self.scheduler.take_side_jobs():
             self.adapter_loads += [message] if isinstance(message, LoadAdapter) else []
             self.down.send(message)
 
@@ -346,7 +346,7 @@ class Driver:
             for page in disk.take_invalid():
                 self.worker.host.pages.pop(disk.first_id + page, None)
         self._send_moves(self.scheduler.transfers.take_stores())
-        self._send_side_work()
+        self._send_side_jobs()
 
     def _send_moves(self, moves: list[MoveBlocks]) -> None:
         self.moves += moves

@@ -188,7 +188,7 @@ class InProcessEngine:
             self.to_worker.send(move)
 
     def _send_encodes(self) -> None:
-        for encode in self.scheduler.take_side_work():
+        for encode in self.scheduler.take_side_jobs():
             self.to_worker.send(encode)
 
     def replace_workers(self) -> None:

@@ -14,7 +14,7 @@ from quire.protocol.model.checkpoint import stored_tensors, with_stored_format
 from quire.protocol.model.kv_layout import kv_layout
 from quire.protocol.model.model_config import load_model_config
 from quire.protocol.request.sampling_params import SamplingParams
-from quire.protocol.wire.item_messages import Encode, Encoded
+from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 from quire.protocol.wire.worker_messages import NewRequestData, SchedulerOutput
 from quire.worker_proc.images.encoder import ItemEncoder
 from quire.worker_proc.parallel.group import TensorParallel
@@ -52,9 +52,9 @@ class ItemRunner:
         self.held: list[int] = []
         self._sampling: list[int] = []
 
-    def encode(self, path: Path, key: bytes, num_rows: int, kind: str = "image", **fields: Any) -> Encoded:
+    def encode(self, path: Path, item: InputItem, **fields: Any) -> Encoded:
         """Encode an item, and return the answer."""
-        self.encoder.submit(Encode(key, str(path), kind, num_rows, **fields))
+        self.encoder.submit(Encode(msgspec.structs.replace(item, path=str(path)), **fields))
         for _ in range(100):
             self.woken.wait(0.1)
             self.woken.clear()
@@ -67,7 +67,7 @@ class ItemRunner:
         """Encode the pictures of a prompt."""
         for item, picture in zip(prompt.items, prompt.pictures, strict=True):
             path = picture.save(folder / f"picture{item.key.hex()}.safetensors")
-            answer = self.encode(path, item.key, picture.rows)
+            answer = self.encode(path, item)
             assert not answer.problem, answer.problem
 
     def step(self, **fields: Any) -> Any:

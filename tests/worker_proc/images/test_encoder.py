@@ -47,15 +47,16 @@ def test_failed_encodings_are_answered_and_the_next_one_works(qwen: tuple[Path, 
         (files["nan"], "rows", 2, "the item has rows that are not finite"),
     ]
     for path, kind, rows, problem in cases:
-        answer = engine.encode(path, b"a", rows, kind)
+        answer = engine.encode(path, InputItem(b"a", [(0, rows)], "", kind))
         assert problem in answer.problem and str(tmp_path) not in answer.problem, answer
         assert not engine.runner.items.rows
-    assert not engine.encode(whole, b"a", picture.rows).problem
-    assert engine.runner.items.rows[b"a"].shape == (3, picture.rows, HIDDEN)
-    engine.encode(whole, b"b", picture.rows, dropped=[b"a"])
-    assert list(engine.runner.items.rows) == [b"b"]
-    with pytest.raises(StepRefused, match="Encode of item 62: it is there"):
-        engine.encode(whole, b"b", picture.rows)
+    first, second = (InputItem(name, [(0, picture.rows)], "") for name in (b"a", b"b"))
+    assert not engine.encode(whole, first).problem
+    assert engine.runner.items.rows[first.key].shape == (3, picture.rows, HIDDEN)
+    engine.encode(whole, second, dropped=[first.key])
+    assert list(engine.runner.items.rows) == [second.key]
+    with pytest.raises(StepRefused, match=r"Encode of item 62\d+: it is there"):
+        engine.encode(whole, second)
     engine.encoder.begin_worker_epoch()
     assert not engine.runner.items.rows
     engine.encoder.close()
