@@ -250,9 +250,9 @@ class TierTransfers:
         for number in [number for number, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[number]
             self._consume(scheduler, LoadLate(number))
-        for what, number in [key for key, at in self._slow_at.items() if at <= now]:
-            log.warning(f"{what} is still being loaded; its requests wait", number=number, after_s=SLOW_LOAD_S)
-            self._slow_at[what, number] = now + SLOW_LOAD_S
+        for job in [job for job, at in self._slow_at.items() if at <= now]:
+            log.warning(f"{job[0]} is still being loaded; its requests wait", number=job[1], after_s=SLOW_LOAD_S)
+            self._slow_at[job] = now + SLOW_LOAD_S
         if self._contents:
             self._consume(scheduler, self._contents.popleft())
 
