@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from safetensors import SafetensorError
@@ -74,8 +74,11 @@ class ItemEncoder:
 
     def _work(self, item: InputItem) -> tuple[Encoded, torch.Tensor | None]:
         began, rows, problem = time.perf_counter(), None, ""
+        beside_steps: AbstractContextManager[object] = nullcontext()
+        if self._stream is not None:
+            beside_steps = torch.cuda.stream(self._stream)
         try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with beside_steps:
                 rows = self._encode(item)
                 if self._stream is not None:
                     self._stream.synchronize()
