@@ -7,6 +7,7 @@ whose image tokens take the rows of the image. So no family has code here.
 import hashlib
 import importlib
 import json
+import re
 import sys
 from contextlib import suppress
 from functools import partial
@@ -47,6 +48,9 @@ class Processor:
             self._process(Image.new("RGB", TRIAL_SIZE), "")
         except Refused:
             raise
+        except ImportError as error:
+            why = re.split(r"\n| \(/", str(error).strip())[0]  # without the path of a module
+            raise Refused(f"cannot be read: the checkpoint's processor needs a package: {why}") from None
         except Exception as error:  # files of a checkpoint may make the library raise anything
             text = f"{type(error).__name__} in transformers {transformers.__version__}"
             raise Refused(f"cannot be read: the checkpoint's processor cannot be used ({text})") from None

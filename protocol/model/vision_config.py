@@ -48,9 +48,18 @@ class VisionFamily:
 
 
 _vision = partial(VisionConfig, "")
+_QWEN3_VISION = _vision(151655, mrope_section=(24, 20, 20), num_deepstack=3, mrope_interleaved=True)
 VISION_FAMILIES = {
     "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", _vision(262144, is_causal=False)),
     "LlavaForConditionalGeneration": VisionFamily("llama", _vision(32000)),
+    "VipLlavaForConditionalGeneration": VisionFamily("llama", _vision(32000)),
+    "LlavaNextForConditionalGeneration": VisionFamily("llama", _vision(32000)),
+    "LlavaNextVideoForConditionalGeneration": VisionFamily("llama", _vision(32001)),
+    "DeepseekVLForConditionalGeneration": VisionFamily("llama", _vision(100015)),
+    "JanusForConditionalGeneration": VisionFamily("llama", _vision(100581)),
+    "GotOcr2ForConditionalGeneration": VisionFamily("qwen2", _vision(151859)),
+    "LightOnOcrForConditionalGeneration": VisionFamily("qwen3", _vision(151655)),
+    "VideoLlama3ForConditionalGeneration": VisionFamily("qwen2", _vision(151655)),
     "Mistral3ForConditionalGeneration": VisionFamily("mistral", _vision(10)),
     "Idefics3ForConditionalGeneration": VisionFamily("llama", _vision(128257)),
     "SmolVLMForConditionalGeneration": VisionFamily("llama", _vision(128257)),
@@ -61,9 +70,8 @@ VISION_FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(
         "qwen2_5_vl_text", _vision(151655, mrope_section=(16, 24, 24)), flat=True
     ),
-    "Qwen3VLForConditionalGeneration": VisionFamily(
-        "qwen3_vl_text", _vision(151655, mrope_section=(24, 20, 20), num_deepstack=3, mrope_interleaved=True)
-    ),
+    "Qwen3VLForConditionalGeneration": VisionFamily("qwen3_vl_text", _QWEN3_VISION),
+    "Qwen3VLMoeForConditionalGeneration": VisionFamily("qwen3_vl_moe_text", _QWEN3_VISION),
     "Llama4ForConditionalGeneration": VisionFamily("llama4_text", None),
 }
 
@@ -87,6 +95,11 @@ _QWEN2_VL = _sizes(
     8192, 29568, 80, 64, 152064, 32768, num_key_value_heads=8, rms_norm_eps=1e-5, max_window_layers=80, rope_theta=1e6
 )
 _QWEN3_VL = _QWEN | {"max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5}
+_QWEN3_VL_MOE = _sizes(2048, 5632, 24, 16, 151936, 128000, num_key_value_heads=16, rope_theta=5e5) | {
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": True,
+}
 TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _sizes(4096, 11008, 32, 32, 32000, 2048)),
     "mistral": ("MistralForCausalLM", _sizes(4096, 14336, 32, 32, 32000, 4096 * 32, num_key_value_heads=8)),
@@ -97,6 +110,7 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", _QWEN2_VL),
     "qwen3": ("Qwen3ForCausalLM", _QWEN),
     "qwen3_vl_text": ("Qwen3ForCausalLM", _QWEN3_VL),
+    "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", _QWEN3_VL_MOE),
 }
 """The language models of these classes by model type: a family of Quire, and defaults of its class in transformers."""
 

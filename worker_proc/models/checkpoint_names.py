@@ -34,7 +34,7 @@ compressed-tensors (``k_proj.output_scale``), AutoFP8 (``kv_scale`` for both) an
 UNREAD = (".weight_shape", ".input_scale", ".input_global_scale", ".output_scale")
 """Ends of names of tensors of a quantised layer that change nothing here."""
 _INPUTS_FIRST = ("GptOssForCausalLM", "Llama4ForCausalLM")
-"""Architectures whose tensors of all experts have inputs before outputs."""
+"""Architectures whose tensors of all experts have inputs before outputs, as files of Qwen3-VL-MoE may, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,8 @@ def _all_experts(
     shape = slot.shape
     rows = shape[0]
     matrix = (rows * len(parts), *shape[1:])
-    transposed = config.architecture in _INPUTS_FIRST and kind == ""
+    inputs_first = config.architecture in _INPUTS_FIRST or tensor.shape[1:] == matrix[::-1] != matrix
+    transposed = inputs_first and kind == ""
     check_shape(tensor, (moe.num_experts, *(reversed(matrix) if transposed else matrix)), slot)
     sources = {}
     for expert in range(moe.num_experts):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,22 @@ EYES = {
     "patch_size": 14,
     "initializer_range": 0.2,
 }
+_LLAMA = {"model_type": "llama", **TEXT}
+_LLAVA = {"text_config": _LLAMA, "vision_config": {"model_type": "clip_vision_model", **EYES}}
+_CROP = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+_GRIDS = {"image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]]}
+_QWEN3 = {"model_type": "qwen3", **TEXT, "head_dim": 16}
+_SQUARE = {"size": {"height": 28, "width": 28}}
 _SMOL = {"text_config": {"model_type": "llama", **TEXT}, "vision_config": EYES | {"patch_size": 7}, "scale_factor": 2}
 _TILES = {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 28}}
 _PATCHES = {"size": {"shortest_edge": 28 * 28 * 6, "longest_edge": 28 * 28 * 16}}
+_PIXTRAL = {"model_type": "pixtral", **EYES, "image_size": 56, "patch_size": 7, "head_dim": 8}
+_ANY_SIZE = ("PixtralImageProcessor", {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}})
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _DEEP = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+
+_DEEPSTACK = _DEEP | {"patch_size": 14, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16}
+_DEEP_TEXT = TEXT | {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}, "head_dim": 16}
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,41 @@ class _Case:
 
 
 CASES = {
-    "llava": _Case(
-        "Llava",
-        {"text_config": {"model_type": "llama", **TEXT}, "vision_config": {"model_type": "clip_vision_model", **EYES}},
-        ("CLIPImageProcessor", {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}),
+    "llava": _Case("Llava", _LLAVA, ("CLIPImageProcessor", _CROP)),
+    "vipllava": _Case("VipLlava", {**_LLAVA, "vision_feature_layer": [-1, -2]}, ("CLIPImageProcessor", _CROP)),
+    "llava_next": _Case("LlavaNext", _LLAVA | _GRIDS, ("LlavaNextImageProcessor", _CROP | _GRIDS)),
+    "llava_next_video": _Case(
+        "LlavaNextVideo", _LLAVA | _GRIDS | {"video_token_index": 121}, ("LlavaNextImageProcessor", _CROP | _GRIDS)
+    ),
+    "deepseek_vl": _Case(
+        "DeepseekVL",
+        {"text_config": _LLAMA, "vision_config": {"model_type": "siglip_vision_model", **EYES}},
+        ("DeepseekVLImageProcessor", _SQUARE),
+    ),
+    "janus": _Case(
+        "Janus",
+        {
+            "text_config": _LLAMA,
+            "vision_config": EYES | {"projection_dim": 64, "mlp_ratio": 2, "depth": 2},
+            "vq_config": {"embed_dim": 8, "num_embeddings": 16, "base_channels": 32, "channel_multiplier": [1, 1]}
+            | {"num_res_blocks": 1, "projection_dim": 64, "num_patches": 4, "image_token_embed_dim": 64},
+        },
+        ("JanusImageProcessor", _SQUARE),
+    ),
+    "got_ocr2": _Case(
+        "GotOcr2",
+        {
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": EYES
+            | {"output_channels": 8, "image_size": 64, "patch_size": 8, "window_size": 2, "mlp_dim": 16}
+            | {"global_attn_indexes": [1]},
+        },
+        ("GotOcr2ImageProcessor", {"size": {"height": 64, "width": 64}, "crop_to_patches": False}),
+    ),
+    "video_llama_3": _Case(
+        "VideoLlama3",
+        {"text_config": {"model_type": "qwen2", **TEXT}, "vision_config": {**EYES, "hidden_size": 32}},
+        ("VideoLlama3ImageProcessor", _PATCHES),
     ),
     "gemma3": _Case(
         "Gemma3",
@@ -70,18 +113,16 @@ CASES = {
             "mm_tokens_per_image": 16,
             "tie_word_embeddings": False,
         },
-        ("Gemma3ImageProcessor", {"size": {"height": 28, "width": 28}}),
+        ("Gemma3ImageProcessor", _SQUARE),
     ),
     "smolvlm": _Case("SmolVLM", _SMOL, ("SmolVLMImageProcessor", _TILES), tiles=4),
     "idefics3": _Case("Idefics3", _SMOL, ("Idefics3ImageProcessor", _TILES), tiles=4),
     "mistral3": _Case(
         "Mistral3",
-        {
-            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 16},
-            "vision_config": {"model_type": "pixtral", **EYES, "image_size": 56, "patch_size": 7, "head_dim": 8},
-        },
-        ("PixtralImageProcessor", {"size": {"longest_edge": 56}, "patch_size": {"height": 14, "width": 14}}),
+        {"text_config": {"model_type": "mistral", **TEXT, "head_dim": 16}, "vision_config": _PIXTRAL},
+        _ANY_SIZE,
     ),
+    "lighton_ocr": _Case("LightOnOcr", {"text_config": _QWEN3, "vision_config": _PIXTRAL}, _ANY_SIZE),
     "internvl": _Case(
         "InternVL",
         {"text_config": {"model_type": "qwen2", **TEXT}, "vision_config": EYES | {"image_size": [28, 28]}},
@@ -105,10 +146,14 @@ CASES = {
     ),
     "qwen3_vl": _Case(
         "Qwen3VL",
+        {"text_config": _DEEP_TEXT, "vision_config": _DEEPSTACK},
+        ("Qwen2VLImageProcessor", _PATCHES),
+    ),
+    "qwen3_vl_moe": _Case(
+        "Qwen3VLMoe",
         {
-            "text_config": TEXT | {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}, "head_dim": 16},
-            "vision_config": _DEEP
-            | {"patch_size": 14, "deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16},
+            "text_config": _DEEP_TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+            "vision_config": _DEEPSTACK,
         },
         ("Qwen2VLImageProcessor", _PATCHES),
     ),
@@ -120,8 +165,8 @@ def make_checkpoint(folder: Path, name: str, seed: int = 0) -> Any:
     import transformers
 
     case = CASES[name]
-    ids = {"image_token_id": IMAGE} | ({"image_token_index": IMAGE} if name in ("llava", "mistral3", "gemma3") else {})
-    config = getattr(transformers, f"{case.model}Config")(**case.settings, **ids)
+    kind = getattr(transformers, f"{case.model}Config")
+    config = kind(**case.settings, **{kind.attribute_map.get("image_token_id", "image_token_id"): IMAGE})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{case.model}ForConditionalGeneration")(config).eval()
@@ -195,10 +240,11 @@ def greedy_tokens(model: Any, prompt: Prompt, num_tokens: int) -> list[int]:
     """Return transformers' greedy tokens."""
     names = {name for picture in prompt.pictures for name in picture.tensors}
     given: dict[str, Any] = {
-        name: _joined(name, [picture.tensors[name] for picture in prompt.pictures]) for name in names
+        name: _joined(name, [picture.tensors[name] for picture in prompt.pictures], "image_sizes" in names)
+        for name in names
     }
     ids = torch.tensor([prompt.ids])
-    if prompt.items and prompt.items[0].grid:
+    if prompt.items and "mm_token_type_ids" in signature(model.forward).parameters:
         given["mm_token_type_ids"] = (ids == IMAGE).int()
     if "gemma3" in model.config.model_type:
         given["token_type_ids"] = (ids == IMAGE).int()
@@ -217,11 +263,12 @@ def greedy_tokens(model: Any, prompt: Prompt, num_tokens: int) -> list[int]:
     return tokens
 
 
-def _joined(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _joined(name: str, tensors: list[torch.Tensor], has_sizes: bool) -> torch.Tensor:
     """Join the tensors of some pictures as processors do: padded to the largest."""
-    if tensors[0].dim() == 5 or name == "pixel_attention_mask":  # [prompts, tiles of all pictures, ...]
-        return torch.cat(tensors, 1)
+    if name == "pixel_attention_mask" or (tensors[0].dim() == 5 and not has_sizes):
+        return torch.cat(tensors, 1)  # [prompts, tiles of all pictures, ...]
     if tensors[0].dim() < 4:
         return torch.cat(tensors)
-    height, width = (max(tensor.shape[dim] for tensor in tensors) for dim in (2, 3))
-    return torch.cat([F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in tensors])
+    most = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+    padding = [[p for d in range(each.dim() - 1, 0, -1) for p in (0, most[d] - each.shape[d])] for each in tensors]
+    return torch.cat([F.pad(*each) for each in zip(tensors, padding, strict=True)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from item_steps import BLOCK_SIZE, ItemRunner
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRank, on_ranks
 from tiers import thinned
 from vision_checkpoints import CASES, Prompt, greedy_tokens, make_checkpoint, make_picture
@@ -36,6 +36,17 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert engine.generate([one, three], TOKENS, computed=cached) == wanted
     begun = [tokens[:3] for tokens in wanted]
     assert engine.generate([one, three], TOKENS, chunk=24, outputs=begun) == wanted
+
+
+@pytest.mark.full
+def test_experts_with_inputs_before_outputs(tmp_path: Path) -> None:
+    """So are they in the files of Qwen3-VL-MoE's makers."""
+    make_checkpoint(tmp_path, "qwen3_vl_moe")
+    wanted = ItemRunner(tmp_path).generate([Prompt([[5, 6, 8]])], TOKENS)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: each.mT if ".experts." in name else each for name, each in load_file(file).items()}
+    save_file({name: each.contiguous() for name, each in tensors.items()}, file)
+    assert ItemRunner(tmp_path).generate([Prompt([[5, 6, 8]])], TOKENS) == wanted
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

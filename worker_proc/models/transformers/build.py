@@ -72,9 +72,14 @@ def build_module(config: Any, dtype: torch.dtype, attention: str) -> Any:
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise Unservable(f"is a {config.model_type}, which reads images and is not among those of docs/models.md")
         raise Unservable(f"is a {config.model_type}, for which transformers has no causal language model")
     with torch.device("meta"), no_init_weights():
         make: Any = AutoModelForCausalLM.from_config

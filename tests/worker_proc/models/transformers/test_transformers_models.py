@@ -111,6 +111,7 @@ def test_an_fp8_cache_pads_narrow_values_exactly(tmp_path: Path) -> None:
         ("bloom", {}, "is a BloomForCausalLM, whose code has no interface for attention"),
         ("bamba", {"attn_layer_indices": [], "time_step_limit": [0.0, float("inf")]}, "does not call attention"),
         ("vit", {}, "is a vit, for which transformers has no causal language model"),
+        ("paligemma", {}, "is a paligemma, which reads images and is not among those of docs/models.md"),
         ("moshi", {"sliding_window": 16}, "keeps 16 tokens for model.layers.0.self_attn"),
         ("doge", {}, "adds a mask or a bias of its own to the scores of model.layers.0.self_attn"),
         (
