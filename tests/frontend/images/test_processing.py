@@ -103,6 +103,17 @@ def test_processors_that_cannot_be_used(content: str | None, tmp_path: Path) -> 
     assert str(tmp_path) not in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_processor_that_needs_a_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from quire.frontend.images import processing
+
+    def load(folder: Path) -> None:
+        raise ImportError("\nX is required to run this. (/lib/x.py)\nInstall it")
+
+    monkeypatch.setattr(processing, "_load", load)
+    with pytest.raises(Refused, match=r"processor needs a package: X is .* this\.$"):
+        processing.Processor(tmp_path, 7)
+
+
 def test_helper_process(tmp_path: Path) -> None:
     reference, _, row_token = qwen()
     reference.save_pretrained(tmp_path / "model")
