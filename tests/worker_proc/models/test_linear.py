@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.worker_proc.models.linear import TILE_ROWS, Linear, in_tiles
+from quire.worker_proc.models.linear import Linear, in_tiles
 from quire.worker_proc.models.weight_slot import Cut
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -150,11 +150,18 @@ def test_tiles_whose_rows_differ_are_computed_row_by_row() -> None:
         return F.linear(x, weight) + torch.arange(len(x)).unsqueeze(1)
 
     tiled = in_tiles(product, weight)
-    assert set(shapes) == {TILE_ROWS}
     shapes.clear()
     x = _random(5, 16)
     assert torch.equal(tiled(x), torch.cat([F.linear(row, weight) for row in x.split(1)]))
     assert shapes == [1] * 5
+
+
+def test_products_that_threads_change_take_one(thread_count_restored: None) -> None:
+    weight = _random(8, 16)
+    torch.set_num_threads(2)
+    tiled = in_tiles(lambda x: F.linear(x, weight) + torch.get_num_threads(), weight)
+    assert torch.equal(tiled(x := _random(20, 16))[:1], F.linear(x[:16], weight)[:1] + 1)
+    assert torch.get_num_threads() == 2
 
 
 def test_other_devices_keep_the_plain_weight() -> None:
