@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_processes import engine_processes
+from engine_processes import engine_processes, processes_of
 from served import Served
 
 from quire.launch import cli
@@ -56,8 +56,9 @@ def test_logs_that_it_is_simulated(server: Served) -> None:
     assert server.log[0] == f"starting quire-demo on {server.url}"
     line = next(line for line in server.log if "simulated worker" in line)
     assert "tokens are random" in line and "2 ms per step" in line and "num_blocks=500" in line
-    workers = [" ".join(p.cmdline()) for p in engine_processes("quire.replay.simulate.worker_process")]
-    assert len(workers) == 1 and not engine_processes("quire.worker_proc")
+    pid = server.process.pid
+    assert len(processes_of(pid, "quire.replay.simulate.worker_process")) == 1
+    assert not processes_of(pid, "quire.worker_proc.")
 
 
 def test_concurrent_streams(server: Served) -> None:

@@ -52,5 +52,5 @@ def test_flags_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_word_that_nothing_has(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "serve", "--help=xyzzy", status=2)
-    assert "no section, flag or text has 'xyzzy'; sections: server, adapters, engines, images, logs, model" in text
+    assert "no section, flag or text has 'xyzzy'; sections: server, adapters, engines, logs, images, model" in text
     assert "did you mean --max-model-len?" in help_of(capsys, "serve", "--help=ctx-size", status=2)
