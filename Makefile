@@ -38,7 +38,7 @@ install-dev: $(VENV)/.installed-dev ## create .venv with the packages for servin
 $(VENV)/.installed: pyproject.toml quire/version.py
 	@test -x $(BIN)/python || sh tools/step.sh $(VENV)/pip.log "Creating $(VENV)" $(PYTHON) -m venv $(VENV)
 	$(STEP) "Installing $(TORCH) into $(VENV): several hundred MB, minutes on a slow network" $(PIP) "$(TORCH)"
-	$(STEP) "Installing Quire and what it needs into $(VENV)" $(PIP) -e ".[bench]"
+	$(STEP) "Installing Quire and what it needs into $(VENV)" $(PIP) -e ".[bench,vision]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -83,6 +83,7 @@ def _examine(engine: EngineOptions, options: ServeOptions) -> tuple[dict[str, An
         "roles": found.roles,
         "tools": form and form.whole.has_calls and f"{form.name}, {'' if found.reads_calls else 'not '}read back",
         "thoughts": list(thinking.markers or ()) or (form.name if form and form.has_thoughts else None),
+        "images": model.vision and f"read by {model.vision.architecture}",
         "structured_output": [*KINDS[:-1], "json_object"] if model.generates and vocab else [],
     }
     return facts, losses, notes

@@ -105,6 +105,15 @@ def test_a_build_of_an_incomplete_tree_fails(tmp_path: Path) -> None:
     assert f"the source tree is incomplete: folder {FOLDERS[0]}/ is missing" in done.stderr
 
 
+def test_the_version_has_notes() -> None:
+    command = [sys.executable, "-P", ROOT / "tools/release.py"]
+    version, notes = (
+        subprocess.run([*command, what], capture_output=True, text=True, check=True).stdout.strip()
+        for what in ("version", "notes")
+    )
+    assert version == __version__ and len(notes.splitlines()) > 3
+
+
 def test_version_names_commit_and_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "quire.launch.cli", "--version"], capture_output=True, text=True, check=True

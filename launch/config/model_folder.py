@@ -10,11 +10,14 @@ from quire.version import install_command
 
 MAX_REASON = 300
 """Characters of another library's error that are repeated."""
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+_DEMO = Path(__file__).resolve().parents[1] / "demo"
+DEMO_MODEL = _DEMO / "model"
+BUILT_IN = {"demo": DEMO_MODEL, "demo-vision": _DEMO / "vision"}
+"""Models that are installed with Quire, by name."""
 
 
 def find_model(name: str | None) -> Path:
-    """Return the checkpoint folder or GGUF file of a path, of a Hugging Face id, or of the demo model (None).
+    """Return the checkpoint folder or GGUF file of a path, of a Hugging Face id, of a built-in model, or of None: demo.
 
     Raises:
         ConfigError: the folder does not exist, and the name is not an id that can be downloaded.
@@ -24,6 +27,8 @@ def find_model(name: str | None) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     if is_gguf(folder):
         return folder
     if folder.suffix == SUFFIX and not folder.exists():
@@ -31,7 +36,8 @@ def find_model(name: str | None) -> Path:
     if folder.exists():
         raise ConfigError(f"{name} is a file; MODEL must be a folder with a checkpoint in safetensors, or a GGUF file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        raise ConfigError(f"{name} does not exist: MODEL must be a folder, a GGUF file, or a Hugging Face id")
+        kinds = f"a folder, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
+        raise ConfigError(f"{name} does not exist: MODEL must be {kinds}")
     return _from_hub(name)
 
 

@@ -45,6 +45,7 @@ SHAPES: dict[str, str] = {
 
 NOT_HERE = {
     "make serve": "installs packages; tests/tools/test_step.py",
+    "quire chat demo-vision": "tests/end_to_end/test_demo_vision.py",
     "make test": "runs this test",
     "quire serve --trace": "the server of these tests is this command",
     "quire serve --simulate roofline:h200": "tests/end_to_end/test_simulated_serve.py",

@@ -246,3 +246,49 @@ def test_the_page_of_the_routes_sends_requests_with_a_key(browser: Browser, serv
     until(browser, f"{root}.textContent.includes('1 API key applied')")
     browser.evaluate(f"[...{asked}.querySelectorAll('button')].find((each) => each.textContent === 'TRY').click()")
     until(browser, f"{asked}.textContent.includes('max_model_len')")
+
+
+DRAW = """
+new Promise((done) => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 180, height: 140 });
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "white";
+  pen.fillRect(0, 0, 180, 140);
+  pen.fillStyle = COLOR;
+  if (THING === "circle") { pen.arc(90, 70, 45, 0, 7); pen.fill(); }
+  else { pen.font = "110px sans-serif"; pen.textAlign = "center"; pen.fillText(THING, 90, 110); }
+  canvas.toBlob((blob) => {
+    const dataTransfer = new DataTransfer();
+    dataTransfer.items.add(new File([blob], `${THING}.png`, { type: "image/png" }));
+    const drop = new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true });
+    document.querySelector("#chat").dispatchEvent(drop);
+    done();
+  });
+})
+"""
+"""Draws a thing of one color and drops it on the page as a file."""
+
+
+def test_a_conversation_about_two_pictures() -> None:
+    assert PROGRAM is not None
+    served = Served("demo-vision", "--served-model-name", "demo-vision")
+    with Browser(PROGRAM, width=1000) as browser:
+        browser.visit(f"{served.url}/")
+        until(browser, "!document.querySelector('#attach').hidden")
+        browser.evaluate("document.querySelector('#temperature').value = '0'")
+        asks = [
+            ("circle", "red", "What is in this image?", "A red circle."),
+            ("1", "green", "What is this?", "A green 1."),
+            ("", "", "What color is the 1?", "The 1 is green."),
+        ]
+        for number, (thing, color, ask, answer) in enumerate(asks, 1):
+            if thing:
+                browser.evaluate(DRAW.replace("THING", json.dumps(thing)).replace("COLOR", json.dumps(color)))
+                until(browser, "document.querySelectorAll('#attached li').length === 1")
+            enter(browser, "#text", ask)
+            notes = "[...document.querySelectorAll('.assistant .note')]"
+            until(browser, f"{notes}.filter((note) => note.textContent.includes('tokens in')).length === {number}")
+            assert browser.evaluate("[...document.querySelectorAll('.answer')].pop().textContent") == answer
+        assert browser.evaluate("document.querySelectorAll('.user img').length") == 2
+        assert browser.errors == []
+    assert served.stop() == 0
