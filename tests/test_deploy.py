@@ -103,6 +103,12 @@ def test_command_lines_are_valid(file: str, arguments: list[str]) -> None:
     check_network(_serve_options(arguments))
 
 
+def test_a_release_tries_commands_that_exist() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    tried = re.findall(r'(?:bin/quire"|quire:cpu) ((?:check|generate)[^\n&|;)\\]*)', text)
+    assert [parse(shlex.split(command)).command for command in tried] == ["check", "generate", "generate"]
+
+
 def test_an_unknown_flag_would_be_found() -> None:
     with pytest.raises(SystemExit):
         _serve_options(["serve", "--no-such-flag", "1"])

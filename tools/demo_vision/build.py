@@ -190,9 +190,11 @@ def batch_loss(model: LlavaForConditionalGeneration, samples: list[Sample]) -> t
 def make_model(start: Path, tokenizer: Tokenizer, pieces: dict[int, list[int]]) -> LlavaForConditionalGeneration:
     """Return the model of an earlier build, or the demo model behind a new tower."""
     text = json.loads((start / "config.json").read_text("utf-8"))
+    if "vision_config" in text:
+        found = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
+        assert isinstance(found, LlavaForConditionalGeneration)
+        return found
     weights = load_file(str(start / "model.safetensors"))
-    is_new = "vision_config" not in text
-    text = text if is_new else text["text_config"]
     config = LlavaConfig(
         vision_config=TOWER,
         text_config={
@@ -208,23 +210,19 @@ def make_model(start: Path, tokenizer: Tokenizer, pieces: dict[int, list[int]]) 
         tie_word_embeddings=True,
     )
     model = LlavaForConditionalGeneration(config).float()
-    if is_new:
-        table = weights.pop("model.embed_tokens.weight").float()
-        with torch.no_grad():
-            target = model.model.language_model
-            target.load_state_dict(
-                {name.removeprefix("model."): value for name, value in weights.items() if "lm_head" not in name},
-                strict=False,
-            )
-            target.embed_tokens.weight.zero_()
-            target.embed_tokens.weight[: len(table)] = table
-            for token, parts in pieces.items():
-                target.embed_tokens.weight[token] = table[parts].mean(0)
-            model.model.vision_tower.embeddings.position_embedding.weight.normal_(std=0.02)
-        return model
-    found = LlavaForConditionalGeneration.from_pretrained(start, dtype=torch.float32)
-    assert isinstance(found, LlavaForConditionalGeneration)
-    return found
+    table = weights.pop("model.embed_tokens.weight").float()
+    with torch.no_grad():
+        target = model.model.language_model
+        target.load_state_dict(
+            {name.removeprefix("model."): value for name, value in weights.items() if "lm_head" not in name},
+            strict=False,
+        )
+        target.embed_tokens.weight.zero_()
+        target.embed_tokens.weight[: len(table)] = table
+        for token, parts in pieces.items():
+            target.embed_tokens.weight[token] = table[parts].mean(0)
+        model.model.vision_tower.embeddings.position_embedding.weight.normal_(std=0.02)
+    return model
 
 
 def with_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[Tokenizer, dict[int, list[int]]]:
