@@ -129,7 +129,9 @@ class FaultServer:
     def leftovers(self) -> list[str]:
         """Return the processes, files and shared memory that are left after the server exited."""
         left = [f"process {p.pid}: {_command(p)}" for p in self.orphans()]
-        left += [f"file {path.relative_to(self.directory)}" for path in self.directory.rglob("*")]
+        # os.walk passes over what another process removes meanwhile; Path.rglob raises on Python 3.11.
+        for parent, directories, files in os.walk(self.directory):
+            left += [f"file {os.path.relpath(Path(parent, name), self.directory)}" for name in directories + files]
         return left + [f"shared memory {path.name}" for path in sorted(self._shared) if path.exists()]
 
     def orphans(self) -> list[psutil.Process]:
