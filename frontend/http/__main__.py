@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -55,6 +56,8 @@ garbage is collected after at most 500,000 new objects."""
 
 
 M_MMAP_THRESHOLD = -3
+SWITCH_SECONDS = 5e-4
+"""How long the event loop waits for a thread that reads a body or renders a conversation, instead of Python's 5 ms."""
 LARGE_BLOCK = 256 * 1024
 """Bytes from which glibc gets a block from the system, and returns it when it is freed. By default, blocks up to 32 MiB
 stay with the thread that has freed them, after the first one: each thread keeps the largest bodies that it has had."""
@@ -264,6 +267,7 @@ def main() -> None:
         check_socket_directory(args.directory)
         child.report(Report("started"))
         listener = socket.socket(fileno=args.listen_fd)
+        sys.setswitchinterval(SWITCH_SECONDS)
         front_end = FrontEnd(args.directory, args.index, child)
         run = asyncio.run
         with contextlib.suppress(ImportError):

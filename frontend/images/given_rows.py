@@ -50,9 +50,9 @@ class RowsReader:
         try:
             match value:
                 case str():
-                    return self._store_rows(*_of_file(decode_base64(check_base64(value, most))))
+                    return self._store_rows(*_of_file(_decoded(value, most)))
                 case {"dtype": dtype, "shape": shape, "data": str(data), **others} if not others:
-                    return self._store_rows(dtype, shape, decode_base64(check_base64(data, most)))
+                    return self._store_rows(dtype, shape, _decoded(data, most))
             raise Refused("must be base64 of a safetensors file, or an object with dtype, shape and data in base64")
         except Refused as refused:
             raise refused.about(where) from None
@@ -88,6 +88,11 @@ class RowsReader:
             remove_file(path)
             raise Refused("cannot be read now, because the memory is full: retry later", is_busy=True) from None
         return self._store.add(StoredRows(digest, path, shape[0], len(content)))
+
+
+def _decoded(text: str, max_bytes: int) -> bytes:
+    check_base64(len(text), max_bytes)
+    return decode_base64(text)
 
 
 def _of_file(data: bytes) -> tuple[str, list[int], bytes]:

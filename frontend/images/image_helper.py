@@ -42,10 +42,9 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
-    """``path``: file to write, which does not exist. ``data``: an image's file, or base64 of one."""
+    """A line of JSON before the image's file or base64 of it. ``path``: file to write, which does not exist."""
 
     path: str
-    data: bytes
     is_base64: bool
 
 
@@ -76,17 +75,17 @@ class ImageHelper:
         if self._problem:  # then it ended, and would end again
             raise Refused(self._problem)
 
-    def prepare(self, data: bytes, path: str, *, is_base64: bool = False) -> StoredImage:
+    def prepare(self, data: bytes | memoryview, path: str, *, is_base64: bool = False) -> StoredImage:
         """Write the tensors of an image to a file and return the rest.
 
         Raises:
             Refused: the image cannot be used, it killed the helper twice, or the helper got no CPU time.
         """
-        question = msgspec.msgpack.encode(Question(path, data, is_base64))
+        question = msgspec.json.encode(Question(path, is_base64)) + b"\n"
         for is_last in (False, True):
             try:
                 self.start()
-                answer = self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
+                answer = self._helper.ask(question, self._cpu_seconds, WALL_SECONDS, data)
                 break
             except HelperDied as died:
                 # It crashed, or was killed or stopped, perhaps not because of this image: retry once.
@@ -126,11 +125,11 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
 
 def answer(processor: "Processor", question: bytes, max_pixels: int) -> bytes:
     """Return the encoded StoredImage or Failure for an encoded Question."""
-    asked = msgspec.msgpack.decode(question, type=Question)
+    head, _, data = question.partition(b"\n")
+    asked = msgspec.json.decode(head, type=Question)
     found: StoredImage | Failure
     try:
-        data = decode_base64(asked.data) if asked.is_base64 else asked.data
-        found = processor.prepare(data, max_pixels, asked.path)
+        found = processor.prepare(decode_base64(data) if asked.is_base64 else data, max_pixels, asked.path)
     except Refused as refused:
         found = Failure(refused.text)
     except MemoryError:

@@ -121,12 +121,13 @@ class ImageReader:
         except Refused as refused:
             raise refused.about(source.where) from None
 
-    def _base64(self, url: str) -> bytes:
+    def _base64(self, url: str) -> memoryview:
         """Return the base64 of a data URL, which helpers decode: if this process did, its streams would wait for it."""
-        head, _, body = url.partition(",")
-        if not _DATA_URL.fullmatch(head):
+        start = url.find(",") + 1
+        if not _DATA_URL.fullmatch(url, 0, max(0, start - 1)):
             raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
-        return check_base64(body, self._options.max_image_bytes).encode()
+        check_base64(len(url) - start, self._options.max_image_bytes)
+        return memoryview(url.encode())[start:]
 
     def _content(self, source: ImageSource) -> bytes:
         """Return the bytes of an image's file."""
@@ -141,7 +142,7 @@ class ImageReader:
             raise Refused(f"must be a file of at most {most} bytes (got {len(content)})")
         return content
 
-    def _stored(self, data: bytes, *, is_base64: bool = False) -> StoredImage:
+    def _stored(self, data: bytes | memoryview, *, is_base64: bool = False) -> StoredImage:
         """Return the stored image of a file or its base64, after at most one run of the processor for all that ask."""
         content, own = hashlib.sha256(data).digest(), Future[StoredImage]()
         reading = self._reading.setdefault(content, own)  # atomic
@@ -154,7 +155,7 @@ class ImageReader:
                 del self._reading[content]
         return reading.result()
 
-    def _prepared(self, content: bytes, data: bytes, is_base64: bool) -> StoredImage:
+    def _prepared(self, content: bytes, data: bytes | memoryview, is_base64: bool) -> StoredImage:
         path = self._store.new_path()
         helper = self._idle.get()
         try:

@@ -65,11 +65,10 @@ class StoredRows:
     num_bytes: int
 
 
-def check_base64(text: str, max_bytes: int) -> str:
-    """Return the text. Raises Refused if it stands for too many bytes."""
-    if len(text) > (max_bytes + 2) // 3 * 4:
-        raise Refused(f"must have at most {max_bytes} bytes (got about {len(text) * 3 // 4})")
-    return text
+def check_base64(num_chars: int, max_bytes: int) -> None:
+    """Raises Refused if base64 of so many characters stands for too many bytes."""
+    if num_chars > (max_bytes + 2) // 3 * 4:
+        raise Refused(f"must have at most {max_bytes} bytes (got about {num_chars * 3 // 4})")
 
 
 def decode_base64(text: str | bytes) -> bytes:

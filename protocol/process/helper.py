@@ -11,6 +11,7 @@ this module.
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import resource
@@ -30,6 +31,8 @@ from quire.protocol.process.signals import IGNORED_SIGNALS
 
 Answer = Callable[[bytes], bytes]
 
+PIPE_BYTES = 2**20
+"""Capacity of a helper's input, so that a long question takes few calls. Linux gives any user as much."""
 START_SECONDS = 60.0
 """Start timeout. A tokenizer with a large vocabulary takes seconds, on a busy machine more."""
 STACK_BYTES = 256 * 2**20
@@ -119,24 +122,27 @@ class Helper:
             raise HelperStartError() from None
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)
+        with contextlib.suppress(OSError):  # the user's pipes have too many pages
+            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._process = process
         self._end = weakref.finalize(self, _end, process)
         if self._is_killed:  # while it was started
             process.kill()
         return self._exchange(self._hello, self._start_seconds, self._start_seconds)
 
-    def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
+    def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes | memoryview = b"") -> bytes:
         """Return the answer to ``question``, starting the helper if necessary.
 
         Args:
             cpu_seconds: CPU limit of the answer.
             wall_seconds: time after which the helper is killed, for a machine too busy to give it its CPU seconds.
+            tail: the end of the question, which is not copied.
 
         Raises:
             HelperDied: the helper ended, or only its child, which the next question does not notice.
         """
         self.start()
-        return self._exchange(question, cpu_seconds, wall_seconds)
+        return self._exchange(question, cpu_seconds, wall_seconds, tail)
 
     def close(self) -> None:
         self._process = None
@@ -148,15 +154,18 @@ class Helper:
         if (process := self._process) is not None:
             process.kill()
 
-    def _exchange(self, question: bytes, cpu_seconds: float, wall_seconds: float) -> bytes:
+    def _exchange(
+        self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes | memoryview = b""
+    ) -> bytes:
         process = self._process
         assert process is not None
         deadline = time.monotonic() + wall_seconds
         self._number = self._number % 2**31 + 1
-        head = _QUESTION.pack(len(question), self._number, cpu_seconds)
+        head = _QUESTION.pack(len(question) + len(tail), self._number, cpu_seconds)
         number = -1
         try:
-            _send(process, head + question, deadline)
+            _send(process, memoryview(head + question), deadline)
+            _send(process, memoryview(tail), deadline)
             while number != self._number:  # an answer to an older question: its child was killed right after it
                 head = _receive(process, _ANSWER.size, deadline)
                 length, number, ended_by = _ANSWER.unpack(head)
@@ -191,9 +200,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _send(process: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+def _send(process: subprocess.Popen[bytes], left: memoryview, deadline: float) -> None:
     assert process.stdin is not None
-    left = memoryview(data)
     while left:
         _await(process, process.stdin.fileno(), select.POLLOUT, deadline)
         left = left[os.write(process.stdin.fileno(), left) :]

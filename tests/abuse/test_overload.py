@@ -333,6 +333,39 @@ class TestBodies:
 
         asyncio.run(scenario())
 
+    def test_long_pieces_of_bodies_take_turns(self) -> None:
+        """So that streams wait for one of them at a time, and not for those of all connections."""
+        sizes, received, most_at_once = (100, 200_000, 200_000, 100), 0, 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            for _ in sizes:
+                await receive()
+
+        async def request(gate: Gate) -> None:
+            left = iter(sizes)
+
+            async def receive() -> Any:
+                nonlocal received
+                size = next(left)
+                received += size > 100
+                return {"type": "http.request", "body": b"x" * size, "more_body": True}
+
+            await gate({"type": "http", "path": "/", "query_string": b"", "headers": []}, receive, receive)
+
+        async def scenario() -> None:
+            nonlocal most_at_once
+            gate = Gate(app)
+            requests = [asyncio.create_task(request(gate)) for _ in range(20)]
+            await asyncio.sleep(0)  # the first piece of each, which came with its head
+            while received < 2 * len(requests):
+                before = received
+                await asyncio.sleep(0)
+                most_at_once = max(most_at_once, received - before)
+            await asyncio.gather(*requests)
+
+        asyncio.run(scenario())
+        assert most_at_once == 1
+
     def test_large_bodies_of_one_client_leave_room_for_others(self) -> None:
         budget = BodyBudget(100, free_bytes=10)
 

@@ -1,5 +1,6 @@
 """The ASGI middleware around all routes: API keys, limits on headers and bodies, and error responses."""
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -24,6 +25,9 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 # Tenants of servers without API keys. More would let many addresses slow down the scheduler.
 NUM_ADDRESS_TENANTS = 1024
+# Pieces of bodies that are longer take turns: one for each pass of the event loop. A hundred images that arrive at once
+# would else occupy it for the time of several steps, while all streams wait.
+LONG_PIECE_BYTES = 16 * 1024
 CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
 REFUSAL_HEADERS = {401: {"www-authenticate": "Bearer"}, 431: {"connection": "close"}}
 
@@ -70,6 +74,7 @@ class Gate:
         self._admin_paths = admin_paths
         self._address_salt = address_salt
         self._bodies = bodies or BodyBudget()
+        self._turn = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -127,8 +132,12 @@ class Gate:
 
         async def counted_receive() -> Message:
             message = await receive()
+            size = len(message.get("body", b""))
             if not started:
-                held.grow(len(message.get("body", b"")))
+                held.grow(size)
+            if size > LONG_PIECE_BYTES:  # the connection is not read on until the next ``receive``
+                async with self._turn:
+                    await asyncio.sleep(0)
             return message
 
         async def watched_send(message: Message) -> None:

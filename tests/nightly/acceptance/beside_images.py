@@ -12,11 +12,14 @@ from quire.launch import cli
 SIDE = 168
 """Pixels: 144 patches, which are as many positions."""
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 LOAD = "--images 100 --concurrency 4 --input-len 64 --max-tokens 384 --ignore-eos"
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the harness. Exit status 1 if a request failed, or no image was answered."""
+    if AUTOGROUP.exists() and AUTOGROUP.read_text().strip() != "0":
+        print("The kernel shares the cores between sessions, not by priority: see images in tests/nightly/README.md")
     with tempfile.TemporaryDirectory() as folder:
         _write_checkpoint(Path(folder))
         device = ["--simulate", args.simulate] if args.simulate else ["--dtype", "float32"]
