@@ -190,7 +190,8 @@ class TierTransfers:
             self._slow_at.pop((what, number), None)
             self._consume(scheduler, answer)
             if answer.problem:
-                log.error(f"{what} was not loaded; its requests end", number=number, reason=answer.problem)
+                # Not an error: the clients that need it may all be gone, and its file with them.
+                log.warning(f"{what} was not loaded; requests that need it end", number=number, reason=answer.problem)
             elif isinstance(answer, AdapterLoaded):
                 log.info(
                     "loaded an adapter",
