@@ -1,4 +1,4 @@
-"""Ids of what one front end alone has: running requests, sessions, stored responses and their items.
+"""Ids of what one front end alone has: running requests, sessions and stored responses.
 
 The last two digits of each are the number of that front end, so that the others find it.
 """

@@ -22,6 +22,7 @@ from quire.frontend.http.schema.schema import Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.frontend.http.serving.tracing import RequestSpan
@@ -120,6 +121,9 @@ async def decisions(server: Server, request: Request) -> ASGIApp:
     except InvalidRequest as error:
         raise renamed(error, {"messages": "input"}, ()) from None
     return DecisionResponse(server, parsed, made, new_request_id(server, "decision-", request))
+
+
+ROUTES = (Row("POST", "/v1/decisions", decisions, DecisionBody),)
 
 
 class _ReadInputs:

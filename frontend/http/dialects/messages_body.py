@@ -94,11 +94,10 @@ def parse_messages(parser: Parser, raw: Mapping[str, Any], *, count_only: bool =
     _set_thinking(chat, body)
     _set_output(chat, body, ignored)
     try:
-        parsed = parser.chat(chat)
+        parsed = parser.chat(chat, ignored)
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, list(tools), "input_schema") from None
-    names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
-    return MessagesRequest(replace(parsed, clamp_max_tokens=True, ignored=names), max_tokens)
+    return MessagesRequest(replace(parsed, clamp_max_tokens=True), max_tokens)
 
 
 def _tools(given: list[dict[str, Any]], ignored: Ignored) -> dict[str, dict[str, Any]]:

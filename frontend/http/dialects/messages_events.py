@@ -8,7 +8,7 @@ import msgspec
 from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.http.dialects.messages_body import MessagesRequest
 from quire.frontend.http.dialects.parts import Dropped, Part, is_object, read_parts, whole_parts
-from quire.frontend.http.routes.conversation import AnswerReader, tool_of
+from quire.frontend.http.routes.conversation import AnswerReader
 from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
@@ -33,7 +33,7 @@ class MessageFormatter(ResponseFormatter):
     """Formats the one answer of a request. A stream has one open block at a time."""
 
     def __init__(self, request: MessagesRequest, num_prompt_tokens: int, reader: AnswerReader, request_id: str) -> None:
-        super().__init__(request_id)
+        super().__init__(request_id, [reader])
         self.style = EventStyle(b"%b", None, lambda error: frame("error", error.messages_body()))
         self._model = request.chat.model
         self._max_tokens = request.max_tokens
@@ -61,9 +61,6 @@ class MessageFormatter(ResponseFormatter):
             frames.append(_event("message_delta", delta=ended, usage=counts, **_timeline(delta.timeline)))
             frames.append(_event("message_stop"))
         return b"".join(frames)
-
-    def tool(self, index: int) -> str:
-        return tool_of(self._reader)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers

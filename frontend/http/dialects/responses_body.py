@@ -1,7 +1,8 @@
 """Bodies of the Responses API, translated to bodies of chat."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -9,12 +10,15 @@ from msgspec import structs
 
 from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed
 from quire.frontend.http.dialects.responses_input import Item, chat_messages, input_items
+from quire.frontend.http.dialects.responses_items import response_of
 from quire.frontend.http.dialects.responses_tools import Tools, chat_choice, enforce_grammars, read_tools
 from quire.frontend.http.dialects.text_parts import encoded, string_at
-from quire.frontend.http.schema.bodies import Effort, Name
-from quire.frontend.http.schema.reading import read
+from quire.frontend.http.schema.bodies import Effort, JsonSchema
+from quire.frontend.http.schema.errors import ApiError, shorten
+from quire.frontend.http.schema.reading import members, read
 from quire.frontend.http.schema.schema import ChatRequest, Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
+from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.http.stored.stored_response import StoredResponse
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import MAX_MESSAGES
@@ -28,6 +32,12 @@ UNSUPPORTED = {
 }
 UNSET_OF_FUNCTION = {"description": None, "parameters": None, "strict": None}
 """Fields that clients expect of each function that a response repeats."""
+ECHOED = (
+    *("background", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "previous_response_id"),
+    *("prompt_cache_key", "safety_identifier", "truncation"),
+)
+ECHOED_PARAMS = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
+"""Fields of the body, and of SamplingParams, that a response repeats."""
 LOGPROBS, SEALED_THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
 BESIDES_BODY = (*PASSED_FIELDS, "stop")
 """Fields beside those of ResponsesBody."""
@@ -56,16 +66,13 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     verbosity: str = ""
 
 
-class TextFormat(msgspec.Struct, frozen=True, kw_only=True):
-    type: str
-    schema: dict[str, Any] | None = None
-    name: Name = "output"
-    description: str = ""
-    strict: bool = False
-
-
 class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of ``/v1/responses``."""
+    """Fields of ``/v1/responses``.
+
+    Attributes:
+        background: compute it without the client, which asks for it later.
+        generate: false to compute the prompt only, so that it is in the prefix cache.
+    """
 
     input: Any = None
     model: str | None = None
@@ -106,54 +113,59 @@ class ResponsesRequest:
     """A request as chat, and what its response needs.
 
     Attributes:
-        generate: false to compute the prompt only, so that it is in the prefix cache.
+        body: all fields but ``input``, which may be large.
         chain: id of the first response of the chain that it continues, or "".
         before: items of the conversation that ``previous_response_id`` names, as JSON.
         input: the request's own items, as JSON.
-        background: it runs without the client, which asks for it later.
         echo: fields that the response repeats.
     """
 
+    body: ResponsesBody
     chat: ChatRequest
     tools: Tools
-    generate: bool
     chain: str
     before: tuple[bytes, ...]
     input: tuple[bytes, ...]
-    store: bool
-    background: bool
-    seals_thoughts: bool
     echo: dict[str, Any]
 
+    @property
+    def is_stored(self) -> bool:
+        return self.body.store is not False
 
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """Access to what this client has stored. Both raise for an id that is not stored.
+    def store_in(
+        self,
+        own: OwnResponses,
+        response_id: str,
+        body: bytes,
+        output: Sequence[Item],
+        events: tuple[bytes, ...] | None = None,
+    ) -> None:
+        """Store the response, which has ended, for its connection only unless ``is_stored``.
 
-    Attributes:
-        response: one response.
-        item: one output item, as JSON.
-    """
+        ``body``: the response as JSON; ``events``: as in StoredResponse.
+        """
+        conversation = (*self.before, *self.input, *map(msgspec.json.encode, output))
+        sizes, images = (len(self.before), len(self.input)), tuple(self.chat.options.images.stored)
+        only_for = None if self.is_stored else own.connection
+        response = StoredResponse(own.tenant, body, conversation, *sizes, only_for, self.chain, images, events)
+        own.store.add(response_id, response)
 
-    response: Callable[[str], StoredResponse]
-    item: Callable[[str, str], bytes]
 
-
-def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
-    """Translate a body to a chat request.
+def parse_responses(parser: Parser, raw: Mapping[str, Any], stored: OwnResponses) -> ResponsesRequest:
+    """Translate a body to a chat request. ``stored``: the responses to which it may refer.
 
     Raises:
         InvalidRequest: a field is malformed or not supported, with the client's name of the field.
-        ApiError: an id is not stored.
+        ApiError: an id is not stored, or the response has not ended.
     """
     ignored = Ignored(parser.unknown_fields)
     body = read(ResponsesBody, raw, besides=BESIDES_BODY, ignored=ignored)
     _check_supported(body)
     previous_id = body.previous_response_id
-    previous = None if previous_id is None else lookup.response(previous_id)
+    previous = None if previous_id is None else stored.ended(previous_id, "previous_response_id")
     before = () if previous is None else previous.conversation
     chain = "" if previous is None else previous.chain or previous_id or ""
-    own = _own_items(body, before, lookup)
+    own = _own_items(body, before, stored)
     items = [*(msgspec.json.decode(item) for item in before), *own]
     if len(items) > MAX_MESSAGES:
         raise InvalidRequest(f"a conversation must have at most {MAX_MESSAGES} items (got {len(items)})", "input")
@@ -169,33 +181,28 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> R
         "parallel_tool_calls": body.parallel_tool_calls,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning_effort": reasoning.effort,
-        "response_format": _format(read(TextOptions, body.text or {}, "text", ignored=ignored), ignored),
+        "response_format": _format(read(TextOptions, body.text or {}, "text", ignored=ignored).format, ignored),
     }
     if tools.functions or body.tool_choice not in (None, "auto", "none"):
         chat["tool_choice"] = chat_choice(body.tool_choice, tools)
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     try:
-        parsed = enforce_grammars(parser.chat(chat), tools, ignored)
+        parsed = enforce_grammars(parser.chat(chat, ignored), tools, ignored)
     except InvalidRequest as error:
         raise renamed(error, CHAT_NAMES, tools.places) from None
     parsed.options.images.stored += () if previous is None else previous.images
-    names = [*ignored.names, *(name for name in parsed.ignored if name not in ignored.names)]
-    terms = replace(parsed.terms, job=parsed.terms.job.or_by("response", chain))
-    parsed = replace(parsed, ignored=names, terms=terms)
+    parsed = replace(parsed, terms=replace(parsed.terms, job=parsed.terms.job.or_by("response", chain)))
     if not body.generate:
         # The engine always generates a token, which the response leaves out.
         parsed = replace(parsed, params=structs.replace(parsed.params, max_tokens=1), prompt_only=True)
     return ResponsesRequest(
+        body=structs.replace(body, input=None),
         chat=parsed,
         tools=tools,
-        generate=body.generate,
         chain=chain,
         before=before,
         input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
-        store=body.store is not False,
-        background=body.background,
-        seals_thoughts=SEALED_THOUGHTS in (body.include or ()),
         echo=_echo(body, parsed),
     )
 
@@ -218,60 +225,51 @@ def _check_supported(body: ResponsesBody) -> None:
         raise wrong_value("truncation", "auto or disabled", body.truncation)
 
 
-def _own_items(body: ResponsesBody, before: Sequence[bytes], lookup: Lookup) -> list[Item]:
+def _own_items(body: ResponsesBody, before: Sequence[bytes], stored: OwnResponses) -> list[Item]:
     """Return the request's own items, with references replaced by the items themselves."""
     if body.input is None and not before and body.generate:
         raise InvalidRequest("input is required", "input", "missing_required_parameter")
-    items = [] if body.input is None else input_items(body.input, MAX_MESSAGES)
+
+    @cache
+    def output(response_id: str) -> dict[str, Item]:
+        found = stored.find(response_id)
+        items = map(msgspec.json.decode, found.output) if isinstance(found, StoredResponse) else ()
+        return {item["id"]: item for item in items}
+
     own: list[Item] = []
-    for i, item in enumerate(items):
+    for i, item in enumerate([] if body.input is None else input_items(body.input, MAX_MESSAGES)):
         # OpenAI's clients may leave out the type of a reference.
         if item.get("type") == "item_reference" or item.keys() == {"id"}:
-            where = f"input[{i}]"
-            own.append(msgspec.json.decode(lookup.item(string_at(item, "id", where), f"{where}.id")))
-        else:
-            own.append(item)
+            item_id = string_at(item, "id", f"input[{i}]")
+            if (found := output(response_of(item_id)).get(item_id)) is None:
+                text = f"item {shorten(item_id)} not found: send the item itself"
+                raise ApiError(404, text, f"input[{i}].id", "not_found")
+            item = found
+        own.append(item)
     return own
 
 
-def _format(options: TextOptions, ignored: Ignored) -> dict[str, Any] | None:
+def _format(given: dict[str, Any] | None, ignored: Ignored) -> dict[str, Any] | None:
     """Return ``response_format`` for ``text.format``."""
-    if options.format is None:
-        return None
-    given = read(TextFormat, options.format, "text.format", ignored=ignored)
-    if given.type != "json_schema":
-        return {"type": given.type}
-    if given.schema is None:
-        raise InvalidRequest("text.format.schema is required", "text.format.schema", "missing_required_parameter")
-    described = {"name": given.name, "schema": given.schema, "description": given.description, "strict": given.strict}
-    return {"type": "json_schema", "json_schema": described}
+    if given is None or given.get("type") != "json_schema":
+        return given
+    described = members(JsonSchema, given, "text.format", ("type",), ignored=ignored)
+    return {"type": "json_schema", "json_schema": {"name": "output", **described}}
 
 
 def _echo(body: ResponsesBody, parsed: ChatRequest) -> dict[str, Any]:
     """Return the fields that a response repeats, with the values that were used."""
-    params = parsed.params
+    functions = [{**UNSET_OF_FUNCTION, **tool} if tool.get("type") == "function" else tool for tool in body.tools or ()]
     return {
-        "background": body.background,
-        "frequency_penalty": params.frequency_penalty,
+        **{name: getattr(body, name) for name in ECHOED},
+        **{name: getattr(parsed.params, name) for name in ECHOED_PARAMS},
         "instructions": body.instructions or None,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "presence_penalty": params.presence_penalty,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
-        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "temperature": params.temperature,
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [
-            {**UNSET_OF_FUNCTION, **tool} if tool.get("type") == "function" else tool for tool in body.tools or ()
-        ],
+        "tools": functions,
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
-        "truncation": body.truncation,
         "user": body.user or None,
     }

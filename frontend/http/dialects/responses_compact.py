@@ -1,28 +1,24 @@
 """POST /v1/responses/compact: a conversation as one item that holds the model's summary of it."""
 
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.frontend.http.dialects.parts import whole_parts
-from quire.frontend.http.dialects.responses import encode_request, read_with_stored
-from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
-from quire.frontend.http.dialects.responses_events import token_counts
+from quire.frontend.http.dialects.responses_body import ResponsesRequest, parse_responses
+from quire.frontend.http.dialects.responses_events import ResponsesFormatter, encode_request
 from quire.frontend.http.dialects.responses_input import input_items, sealed_summary
-from quire.frontend.http.routes.conversation import AnswerReader
-from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
+from quire.frontend.http.routes.formatter import Collected, Usage
 from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.schema import Parser
-from quire.frontend.http.serving.body import read_body
+from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.server import Server
+from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.protocol.errors import InvalidRequest
 
@@ -40,13 +36,14 @@ LEFT_OUT = ("tools", "tool_choice", "text", "max_output_tokens", "generate", "to
 
 async def compact(server: Server, request: Request) -> ASGIApp:
     server.require_generation(request.scope["path"])
-    body = await read_body(request)
-    parsed = await read_with_stored(server, server.responses_of(request.scope), body, partial(_parse, server.parser))
+    own = server.responses_of(request.scope)
+    parsed, body = await read_json(request, server.texts, lambda raw: _parse(server.parser, raw, own))
     prompt, new_reader = await encode_request(server, parsed, len(body))
-    return Generation(server, parsed.chat, [prompt], _SummaryFormatter(len(prompt.token_ids), new_reader()))
+    formatter = _SummaryFormatter(server, parsed, prompt, new_reader(), response_id=f"cmp_{uuid.uuid4().hex}")
+    return Generation(server, parsed.chat, [prompt], formatter)
 
 
-def _parse(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
+def _parse(parser: Parser, raw: Mapping[str, Any], stored: OwnResponses) -> ResponsesRequest:
     if raw.get("model") is None:
         raise InvalidRequest("model is required", "model", "missing_required_parameter")
     items = [] if raw.get("input") is None else input_items(raw["input"], MAX_MESSAGES - 1)
@@ -54,34 +51,21 @@ def _parse(parser: Parser, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesR
         raise InvalidRequest("input is required", "input", "missing_required_parameter")
     fields = {name: value for name, value in raw.items() if name not in LEFT_OUT} | OWN_FIELDS
     fields["input"] = [*items, {"role": "user", "content": ASK}]
-    parsed = parse_responses(parser, fields, lookup)
+    parsed = parse_responses(parser, fields, stored)
     chat = parsed.chat
     params = msgspec.structs.replace(chat.params, max_tokens=MAX_TOKENS)
     return replace(parsed, chat=replace(chat, params=params, clamp_max_tokens=True))
 
 
-class _SummaryFormatter(ResponseFormatter):
+class _SummaryFormatter(ResponsesFormatter):
     """Formats the one object of a compaction; it is never streamed."""
 
-    def __init__(self, num_prompt_tokens: int, reader: AnswerReader) -> None:
-        super().__init__(f"cmp_{uuid.uuid4().hex}")
-        self._num_prompt_tokens = num_prompt_tokens
-        self._reader = reader
-
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
-        (answer,) = answers
-        parts = whole_parts(self._reader.push("".join(answer.texts), last=True))
-        summary = "".join(part.text for part in parts if part.kind == "text").strip()
+        whole = msgspec.json.decode(super().response(answers, usage))
+        said = (part["text"] for item in whole["output"] if item["type"] == "message" for part in item["content"])
+        summary = "".join(said).strip()
         if not summary:
             raise ApiError(422, "the model wrote no summary: send the conversation itself", "input", "request_failed")
-        cached, num_output = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
         item = {"id": f"cmp_{uuid.uuid4().hex}", "type": "compaction", "encrypted_content": sealed_summary(summary)}
-        return msgspec.json.encode(
-            {
-                "id": self.request_id,
-                "object": "response.compaction",
-                "created_at": int(time.time()),
-                "output": [item],
-                "usage": token_counts(self._num_prompt_tokens, cached, num_output, 0),
-            }
-        )
+        kept = {name: whole[name] for name in ("id", "created_at", "usage")}
+        return msgspec.json.encode({**kept, "object": "response.compaction", "output": [item]})

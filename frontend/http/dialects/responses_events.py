@@ -1,6 +1,5 @@
 """Answers in the form of the Responses API: one object, or a stream of events."""
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +9,17 @@ import msgspec
 
 from quire.frontend.engine.answers import OutputDelta, PlacedLogprobs
 from quire.frontend.http.dialects.parts import Dropped, Part, read_parts, whole_parts
-from quire.frontend.http.dialects.responses_body import ResponsesRequest
+from quire.frontend.http.dialects.responses_body import SEALED_THOUGHTS, ResponsesRequest
 from quire.frontend.http.dialects.responses_items import OpenItem, new_item
 from quire.frontend.http.routes.chat import format_logprobs
-from quire.frontend.http.routes.conversation import AnswerReader, TokenReader, tool_of
+from quire.frontend.http.routes.conversation import AnswerReader, TokenReader, encode_conversation
 from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.schema.errors import TYPE_OF_STATUS, ApiError
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import EventStyle
+from quire.frontend.sessions.open_session import OpenSession
+from quire.frontend.text.prompts import Prompt
+from quire.protocol.errors import InvalidRequest
 
 Store = Callable[[str, bytes, Sequence[dict[str, Any]]], None]
 """Stores a response, given its id, itself as JSON, and its output items."""
@@ -42,6 +44,17 @@ class EventFraming:
 SSE = EventFraming(lambda kind, data: b"event: %b\ndata: %b\n\n" % (kind.encode(), data), b"data: [DONE]\n\n")
 
 
+async def encode_request(
+    server: Server, parsed: ResponsesRequest, num_body_bytes: int, so_far: OpenSession | None = None
+) -> tuple[Prompt, Callable[[], AnswerReader]]:
+    """Return the prompt, and what makes the reader of its answer. ``so_far``: as of ``encode_conversation``."""
+    size = num_body_bytes + sum(map(len, parsed.before))
+    try:
+        return await encode_conversation(server, parsed.chat, size, so_far=so_far)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
+
+
 class ResponsesFormatter(ResponseFormatter):
     """Formats the one answer of a request. The answer's items are finished one after the other."""
 
@@ -49,82 +62,67 @@ class ResponsesFormatter(ResponseFormatter):
         self,
         server: Server,
         request: ResponsesRequest,
-        num_prompt_tokens: int,
+        prompt: Prompt,
         reader: AnswerReader,
-        store: Store | None,
         transport: EventFraming = SSE,
         *,
+        store: Store | None = None,
         response_id: str = "",
         created: int = 0,
     ) -> None:
-        """``response_id``, ``created``: of a response that an earlier process has begun."""
-        super().__init__(response_id or server.new_id("resp_"))
+        """``store``: stores the response; ``response_id``, ``created``: of one that an earlier process has begun."""
+        super().__init__(response_id or server.new_id("resp_"), [reader])
         self.style = EventStyle(b"%b", transport.end, self.failed)
         self._transport = transport
         self._request = request
-        self._num_prompt_tokens = num_prompt_tokens
+        self._num_prompt_tokens = len(prompt.token_ids)
         self._reader = TokenReader(reader)
         self._server = server
         self._store = store
         self._created = created or int(time.time())
-        self._random = random.Random(self.request_id)  # the ids of items are the same in each process
         self._number = 0
         """Number of the next event."""
-        self._has_begun = False
+        self._status = ""
         self._frames: list[bytes] | None = []
         """Events that are not yet returned; None if the response is not streamed."""
-        self._output: list[dict[str, Any]] = []
+        self.output: list[dict[str, Any]] = []
         """Finished items."""
         self._open: OpenItem | None = None
         self._last: Part | None = None
         self._waiting: list[PlacedLogprobs] = []
         """Log probabilities of tokens whose text is not sent yet; those of thoughts and calls are left out."""
 
-    def queue(self) -> None:
-        """Begin a response that runs in the background."""
-        response = self._response("queued", None)
-        self._emit("response.created", response=response)
-        self._emit("response.queued", response=response)
+    def begin(self, status: str) -> None:
+        """Begin a response. ``status``: in_progress, or queued in the background."""
+        self._status, response = status, self._response(status, None)
+        if not self._number:
+            self._emit("response.created", response=response)
+        self._emit(f"response.{status}", response=response)
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
-        if not self._has_begun:
-            self._has_begun = True
-            response = self._response("in_progress", None)
-            if not self._number:
-                self._emit("response.created", response=response)
-            self._emit("response.in_progress", response=response)
+        if self._status != "in_progress":
+            self.begin("in_progress")
         last = delta.finish_reason is not None
         events = self._reader.push(delta.texts or (delta.text,), last=last)
-        parts = read_parts(events) if self._request.generate else []
         self._waiting += (delta.logprobs or [])[: -1 if delta.has_end_token else None]
-        for part in parts:
+        for part in read_parts(events) if self._request.body.generate else ():
             self._add(part)
         if last:
-            counts = token_counts(
-                self._num_prompt_tokens,
-                delta.num_cached_tokens,
-                delta.num_output_tokens,
-                self._reader.num_thought_tokens,
-            )
-            response = self._finish(delta, counts)
+            response = self._finish(delta, delta.num_cached_tokens, delta.num_output_tokens)
             self._emit(f"response.{response['status']}", response=response)
         return self._take_frames()
-
-    def tool(self, index: int) -> str:
-        return tool_of(self._reader.reader)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
         self._frames = None
-        parts = whole_parts(self._reader.push(answer.texts, last=True)) if self._request.generate else []
+        parts = whole_parts(self._reader.push(answer.texts, last=True)) if self._request.body.generate else []
         if len(parts) == 1:
             # The token that ends the answer has no text.
             self._waiting = [each for each in answer.logprobs or () if each.text_offset < len(parts[0].text)]
         for part in parts:
             self._add(part)
-        cached, num_output = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
-        counts = token_counts(self._num_prompt_tokens, cached, num_output, self._reader.num_thought_tokens)
-        return msgspec.json.encode(self._finish(answer, counts))
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        return msgspec.json.encode(self._finish(answer, num_cached, usage.completion_tokens))
 
     def _add(self, part: Part | Dropped) -> None:
         """Add a part to the open item, or open one for it."""
@@ -133,8 +131,8 @@ class ResponsesFormatter(ResponseFormatter):
             return
         if not part.continues(self._last) or self._open is None:
             self._close("completed")
-            tool = self._request.tools.name(part.name)
-            self._open = new_item(part, tool, self._request.seals_thoughts, self._new_id)
+            tool, seals = self._request.tools.name(part.name), SEALED_THOUGHTS in (self._request.body.include or ())
+            self._open = new_item(part, tool, seals, self.request_id, len(self.output))
             self._emit_all(self._open.begin())
         self._last = part
         logprobs = format_logprobs(self._waiting, self._server.token_texts).content if part.kind == "text" else []
@@ -144,16 +142,17 @@ class ResponsesFormatter(ResponseFormatter):
     def _close(self, status: str) -> None:
         if self._open is not None:
             self._emit_all(self._open.end(status))
-            self._output.append(self._open.item)
+            self.output.append(self._open.item)
             self._open = None
 
-    def _finish(self, answer: OutputDelta | Collected, usage: dict[str, Any]) -> dict[str, Any]:
+    def _finish(self, answer: OutputDelta | Collected, num_cached: int, num_output: int) -> dict[str, Any]:
         """End the answer, store it if the client asked for that, and return the response."""
-        status = "incomplete" if answer.finish_reason == "length" and self._request.generate else "completed"
+        status = "incomplete" if answer.finish_reason == "length" and self._request.body.generate else "completed"
         self._close(status)
+        usage = token_counts(self._num_prompt_tokens, num_cached, num_output, self._reader.num_thought_tokens)
         response = self._response(status, usage) | ({"timeline": answer.timeline} if answer.timeline else {})
         if self._store is not None:
-            self._store(self.request_id, msgspec.json.encode(response), self._output)
+            self._store(self.request_id, msgspec.json.encode(response), self.output)
         return response
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -167,20 +166,11 @@ class ResponsesFormatter(ResponseFormatter):
             "error": None,
             "incomplete_details": cut,
             "model": self._request.chat.model,
-            "output": list(self._output),
-            "store": self._request.store and self._server.response_store.is_enabled,
+            "output": list(self.output),
+            "store": self._request.is_stored and self._server.response_store.is_enabled,
             "usage": usage,
             **self._request.echo,
         }
-
-    def _new_id(self, prefix: str) -> str:
-        """Return an id whose end has the number of the front end, as that of the response."""
-        return f"{prefix}{self._random.getrandbits(120):030x}{self.request_id[-2:]}"
-
-    @property
-    def output(self) -> list[dict[str, Any]]:
-        """The items that are complete."""
-        return self._output
 
     def cancelled(self) -> None:
         """End a response that its client has cancelled."""
@@ -206,9 +196,8 @@ class ResponsesFormatter(ResponseFormatter):
             self._number += 1
 
     def _emit_all(self, events: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        if self._frames is not None:
-            for kind, fields in events:
-                self._emit(kind, output_index=len(self._output), **fields)
+        for kind, fields in events:
+            self._emit(kind, output_index=len(self.output), **fields)
 
     def _take_frames(self) -> bytes:
         assert self._frames is not None

@@ -1,7 +1,8 @@
 """Output items of the Responses API while they are written: their events, and the finished item."""
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -37,28 +38,32 @@ class OpenItem(ABC):
         return "response.output_item.done", {"item": self.item}
 
 
-NewId = Callable[[str], str]
 CALL_ID_LENGTH = 9
 """Characters of the id of a call, all letters and digits: what the templates of Mistral take in the next turn."""
 
 
-def new_item(part: Part, tool: ToolName, seals_thoughts: bool, new_id: NewId) -> OpenItem:
-    """Return the item that a part begins.
+def response_of(item_id: str) -> str:
+    """Return the id of the response that has an item, whose own id begins with the digits of that one."""
+    return f"resp_{item_id.partition('_')[2][:32]}"
+
+
+def new_item(part: Part, tool: ToolName, seals_thoughts: bool, response_id: str, number: int) -> OpenItem:
+    """Return the item that a part begins. Its ids depend on its response and its number only.
 
     Args:
         tool: the client's name of the tool, if the part is a call.
-        new_id: returns an id, given its prefix.
     """
-    call_id = part.id or new_id("")[:CALL_ID_LENGTH]
+    digits = f"{response_id.removeprefix('resp_')}{number:02x}"
+    call_id = part.id or hashlib.sha256(digits.encode()).hexdigest()[:CALL_ID_LENGTH]
     match part.kind:
         case "text":
-            return _TextItem(new_id("msg_"), "message", role="assistant", content=[])
+            return _TextItem(f"msg_{digits}", "message", role="assistant", content=[])
         case "thought":
-            return _ThoughtItem(new_id("rs_"), "reasoning", summary=[], content=[], seals=seals_thoughts)
+            return _ThoughtItem(f"rs_{digits}", "reasoning", summary=[], content=[], seals=seals_thoughts)
         case "call" if tool.is_custom:
-            return _CustomCallItem(new_id("ctc_"), tool, call_id)
+            return _CustomCallItem(f"ctc_{digits}", tool, call_id)
         case "call":
-            return _CallItem(new_id("fc_"), "function_call", **_call(tool, call_id), arguments="")
+            return _CallItem(f"fc_{digits}", "function_call", **_call(tool, call_id), arguments="")
 
 
 class _TextItem(OpenItem):

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from wsproto.frame_protocol import CloseReason
 
-from quire.frontend.http.dialects.responses import generation, read_with_stored, store_response
-from quire.frontend.http.dialects.responses_background import create_response
-from quire.frontend.http.dialects.responses_body import Lookup, ResponsesRequest, parse_responses
-from quire.frontend.http.dialects.responses_events import EventFraming, Store
+from quire.frontend.http.dialects.responses_body import ResponsesRequest, parse_responses
+from quire.frontend.http.dialects.responses_events import EventFraming, ResponsesFormatter, Store, encode_request
+from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError, ClientDisconnected, as_api_error, shorten
 from quire.frontend.http.serving.access_log import AccessLog
+from quire.frontend.http.serving.body import parse_body
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.web_socket.connection import (
     HANDSHAKE_HEADERS,
@@ -24,7 +24,7 @@ from quire.frontend.http.web_socket.connection import (
     check_handshake,
     text_frame,
 )
-from quire.frontend.sessions.open_session import OpenSession
+from quire.frontend.sessions.open_session import OpenSession, Piece
 from quire.protocol.errors import InvalidRequest
 
 CREATE = "response.create"
@@ -32,10 +32,7 @@ UNSUPPORTED = {"background": False, "stream_id": None}
 """Fields that OpenAI has for a connection and that this server does not have, with the value that changes nothing."""
 
 
-async def responses(server: Server, request: Request) -> ASGIApp:
-    """Create one response (POST), or open a web socket for several (GET)."""
-    if request.method == "POST":
-        return await create_response(server, request)
+def open_socket(server: Server, request: Request) -> ASGIApp:
     if (error := check_handshake(request)) is not None:
         return error.response(request.scope["path"], HANDSHAKE_HEADERS if error.status == 426 else None)
 
@@ -86,15 +83,18 @@ class _SocketConversation:
             started = True
             await send(message)
 
-        self._previous = None
+        self._previous, server = None, self._server
         try:
-            self._server.require_generation(scope["path"])
-            parsed = await read_with_stored(self._server, self._responses, message, self._parse)
+            server.require_generation(scope["path"])
+            parsed = await server.texts.run(len(message), lambda: parse_body(message, self._parse))
             transport = EventFraming(lambda kind, data: text_frame(data), error=self._failed)
             newest, session = self._newest, OpenSession(0, 0.0)
             so_far = newest[1] if newest is not None and newest[0] == self._previous else None
-            store = self._store(parsed, session)
-            respond = await generation(self._server, parsed, len(message), store, transport, so_far, session)
+            prompt, new_reader = await encode_request(server, parsed, len(message), so_far)
+            given = server, parsed, prompt, new_reader()
+            formatter = ResponsesFormatter(*given, transport, store=self._store(parsed, session))
+            piece = Piece("", session, prompt.token_ids.tolist(), server.engine.max_model_len, items=prompt.items)
+            respond = Generation(server, parsed.chat, [prompt], formatter, formatter.style, piece=piece)
             await respond(scope, receive, watched_send)
         except ClientDisconnected:
             raise
@@ -113,7 +113,7 @@ class _SocketConversation:
         fields["error"]["code"] = error.code or "server_error"
         return msgspec.json.encode({"type": "error", "status": error.status, "sequence_number": number, **fields})
 
-    def _parse(self, raw: Mapping[str, Any], lookup: Lookup) -> ResponsesRequest:
+    def _parse(self, raw: Mapping[str, Any]) -> ResponsesRequest:
         if raw.get("type") != CREATE:
             raise InvalidRequest(f"type must be {CREATE} (got {shorten(str(raw.get('type')))})", "type")
         for name, unset in UNSUPPORTED.items():
@@ -123,19 +123,18 @@ class _SocketConversation:
         if isinstance(raw.get("previous_response_id"), str):
             self._previous = raw["previous_response_id"]
         fields = {name: value for name, value in raw.items() if name not in ("type", *UNSUPPORTED)}
-        return parse_responses(self._server.parser, {**fields, "stream": True}, lookup)
+        return parse_responses(self._server.parser, {**fields, "stream": True}, self._responses)
 
     def _store(self, parsed: ResponsesRequest, session: OpenSession) -> Store | None:
         """Return what stores a response, which has its tokens in ``session``."""
-        if parsed.store and not self._responses.is_enabled:
+        if parsed.is_stored and not self._responses.store.is_enabled:
             return None
 
         def keep(response_id: str, body: bytes, output: Sequence[dict[str, Any]]) -> None:
-            only_for = None if parsed.store else self.socket
-            if only_for is not None:
+            if not parsed.is_stored:
                 self.forget()
                 self._own = response_id
-            store_response(self._responses, parsed, response_id, body, output, only_for=only_for)
+            parsed.store_in(self._responses, response_id, body, output)
             self._newest = response_id, session
 
         return keep

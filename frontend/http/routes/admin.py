@@ -9,6 +9,7 @@ from starlette.responses import Response
 from quire.frontend.engine.session import controls_of_pause
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response, read_body
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import PAUSE_MODES, Histogram, RequestState, Statistics
@@ -91,6 +92,15 @@ async def engine_state(server: Server, request: Request) -> Response:
         "step_parts": {name: _step_part(times) for name, times in parts.items()},
     }
     return json_response(state)
+
+
+ROUTES = (
+    Row("POST", "/admin/pause", pause, query=("mode",)),
+    Row("POST", "/admin/resume", resume),
+    Row("POST", "/admin/reset_prefix_cache", reset_prefix_cache),
+    Row("POST", "/admin/reset_encoder_cache", reset_encoder_cache),
+    Row("GET", "/admin/state", engine_state),
+)
 
 
 async def query_parameters(request: Request, *allowed: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from quire.frontend.engine.answers import OutputDelta, PlacedLogprobs
 from quire.frontend.http.routes.completions import LOWEST_LOGPROB, format_prompt_logprobs
-from quire.frontend.http.routes.conversation import AnswerReader, PlainAnswer, TokenReader, encode_conversation, tool_of
+from quire.frontend.http.routes.conversation import AnswerReader, PlainAnswer, TokenReader, encode_conversation
 from quire.frontend.http.routes.formatter import (
     Collected,
     ExpertsBody,
@@ -26,8 +26,10 @@ from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
 from quire.frontend.http.routes.text_template import TextTemplate
 from quire.frontend.http.routes.tool_calls import new_call_id
-from quire.frontend.http.schema.schema import ChatRequest
+from quire.frontend.http.schema.bodies import ChatBody
+from quire.frontend.http.schema.schema import READ_ELSEWHERE, ChatRequest
 from quire.frontend.http.serving.body import read_json
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob
 from quire.frontend.text.parsing.answer_parser import CallDelta, CallDropped, Content, Event, Thought
@@ -158,6 +160,9 @@ async def chat_completions(server: Server, request: Request) -> ASGIApp:
     return Generation(server, parsed, [prompt], formatter, new_formatter=new_formatter, piece=piece)
 
 
+ROUTES = (Row("POST", "/v1/chat/completions", chat_completions, ChatBody, READ_ELSEWHERE),)
+
+
 class ChatFormatter(ResponseFormatter):
     """Formats ``chat.completion`` objects and chunks. The first chunk of a choice has the role."""
 
@@ -174,7 +179,8 @@ class ChatFormatter(ResponseFormatter):
         prompts: Sequence[Prompt],
         request_id: str,
     ) -> None:
-        super().__init__(request_id)
+        self._readers = [TokenReader(new_reader()) for _ in range(request.params.num_outputs)]
+        super().__init__(request_id, [each.reader for each in self._readers])
         self._created = int(time.time())
         self._model = request.model
         self._include_usage = request.stream_options.include_usage
@@ -186,8 +192,7 @@ class ChatFormatter(ResponseFormatter):
         self._num_prompt_logprobs = request.prompt_logprobs
         self._calls_named = request.tool_use is not None and request.tool_use.function is not None
         self._has_content = request.tool_use is None
-        self._readers = [TokenReader(new_reader()) for _ in range(request.params.num_outputs)]
-        self._is_plain = all(isinstance(each.reader, PlainAnswer) for each in self._readers)
+        self._is_plain = all(isinstance(each, PlainAnswer) for each in self.readers)
         self._called: dict[int, set[int]] = {}
         """Indices of the calls of each choice."""
         self._templates: list[TextTemplate | None] = [None] * request.params.num_outputs
@@ -255,9 +260,6 @@ class ChatFormatter(ResponseFormatter):
                 self._prompt_token_ids,
             )
         )
-
-    def tool(self, index: int) -> str:
-        return tool_of(self._readers[index].reader)
 
     def _choice(self, index: int, answer: Collected) -> ChatChoice:
         texts = ["".join(answer.texts)] if self._is_plain else answer.texts

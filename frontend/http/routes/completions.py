@@ -21,8 +21,10 @@ from quire.frontend.http.routes.formatter import (
 )
 from quire.frontend.http.routes.generate import Generation, new_request_id
 from quire.frontend.http.routes.sessions import as_piece, begin_piece, relay_piece
-from quire.frontend.http.schema.schema import CompletionRequest, GivenPrompt
+from quire.frontend.http.schema.bodies import CompletionBody
+from quire.frontend.http.schema.schema import READ_ELSEWHERE, CompletionRequest, GivenPrompt
 from quire.frontend.http.serving.body import read_json
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.logprob import Logprob, logprob_by_id
 from quire.frontend.text.prompts import MAX_PROMPTS, Prompt, encode_prompt, prompt_of_rows
@@ -98,6 +100,9 @@ async def completions(server: Server, request: Request) -> ASGIApp:
     new_formatter = partial(CompletionFormatter, server)
     formatter = new_formatter(parsed, prompts, request_id)
     return Generation(server, parsed, prompts, formatter, new_formatter=new_formatter, piece=piece)
+
+
+ROUTES = (Row("POST", "/v1/completions", completions, CompletionBody, READ_ELSEWHERE),)
 
 
 class CompletionFormatter(ResponseFormatter):

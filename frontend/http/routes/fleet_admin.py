@@ -11,9 +11,10 @@ from starlette.responses import Response
 from quire.frontend.http.routes.admin import TIMEOUT_S, query_parameters, share
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import FleetLink, Server
 from quire.protocol.errors import EngineError, InvalidRequest
-from quire.protocol.process.fleet_orders import ALL, OrderRefused, check_order
+from quire.protocol.process.fleet_orders import ALL, ORDERS, OrderRefused, check_order
 from quire.protocol.routing import EnginePlace
 from quire.protocol.wire.front_end_messages import Statistics
 
@@ -39,6 +40,12 @@ def give_order(order: str) -> Callable[[Server, Request], Awaitable[Response]]:
         return json_response(entries, 202)
 
     return handle
+
+
+ROUTES = (
+    Row("GET", "/admin/engines", list_engines),
+    *(Row("POST", f"/admin/engines/{order}", give_order(order), query=("engine",)) for order in ORDERS),
+)
 
 
 def _link(server: Server) -> FleetLink:

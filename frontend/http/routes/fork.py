@@ -4,9 +4,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from quire.frontend.http.routes.generate import new_request_id
+from quire.frontend.http.schema.bodies import ForkBody
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import read_json
 from quire.frontend.http.serving.gate import ANY_TENANT, TENANT
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 
 
@@ -22,3 +24,6 @@ async def fork(server: Server, request: Request) -> ASGIApp:
     state[TENANT] = running.terms.tenant  # the fork of an administrator, too, belongs to it
     prefix = name.partition("-")[0]
     return running.fork(body, new_request_id(server, f"{prefix}-", request))
+
+
+ROUTES = (Row("POST", "/v1/requests/{id:path}/fork", fork, ForkBody),)

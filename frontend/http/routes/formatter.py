@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.frontend.engine.answers import BeamOutput, OutputDelta, PlacedLogprobs, StreamedAnswer
 from quire.frontend.engine.routed_experts import by_layer
+from quire.frontend.http.routes.conversation import AnswerReader, tool_of
 from quire.frontend.http.serving.metrics import SequenceClock
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.model.model_config import MoeConfig
@@ -129,13 +130,14 @@ def experts_body(answer: OutputDelta | Collected, moe: MoeConfig | None) -> Expe
 class ResponseFormatter:
     """Formats the responses of one endpoint as JSON.
 
-    ``request_id``: id of the response. ``clocks``: of its sequences, once they are submitted.
+    ``request_id``: id of the response; ``readers``: of its answers, if they are messages; ``clocks``: of its sequences,
+    once they are submitted.
     """
 
-    __slots__ = ("clocks", "request_id")
+    __slots__ = ("clocks", "readers", "request_id")
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str, readers: Sequence[AnswerReader] = ()) -> None:
+        self.request_id, self.readers = request_id, readers
         self.clocks: Sequence[SequenceClock] = ()
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None) -> bytes:
@@ -152,7 +154,7 @@ class ResponseFormatter:
 
     def tool(self, index: int) -> str:
         """Return the name of the first tool that answer ``index``, which was formatted, calls, or ""."""
-        return ""
+        return tool_of(self.readers[index]) if self.readers else ""
 
 
 def report_tools(formatter: ResponseFormatter, answers: Sequence[StreamedAnswer]) -> None:

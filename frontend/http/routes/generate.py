@@ -31,6 +31,7 @@ from quire.frontend.http.schema.errors import ClientDisconnected, aborted_reques
 from quire.frontend.http.schema.job_hints import with_session
 from quire.frontend.http.schema.schema import CommonRequest, fork_request
 from quire.frontend.http.serving.gate import IGNORED_FIELDS, REQUEST_ID
+from quire.frontend.http.serving.key_queues import WaitingSequences
 from quire.frontend.http.serving.metrics import SequenceClock
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.socket_protocol import WRITER
@@ -71,7 +72,7 @@ class Generation:
     __slots__ = (
         "_answers", "_arrival", "_clocks", "_consume", "_events", "_finish_reasons", "_fork", "_formatter",
         "_has_prompt_logprobs", "_has_running_usage", "_kept", "_new_formatter", "_num_image_tokens", "_num_sequences",
-        "_piece", "_prompts",
+        "_piece", "_place", "_prompts",
         "_request", "_running", "_server", "_style", "_turn", "_waiting", "terms",
     )  # fmt: skip
 
@@ -87,6 +88,7 @@ class Generation:
         fork: ForkPoint | None = None,
         piece: Piece | None = None,
         kept: KeptUpdates | None = None,
+        waiting: WaitingSequences | None = None,
     ) -> None:
         """
         Args:
@@ -96,6 +98,7 @@ class Generation:
             fork: where in another answer all of the sequences begin.
             piece: the piece of a session of which the one sequence is the answer.
             kept: keeps the updates of the one sequence, and has those with which it begins.
+            waiting: its sequences, if they are in the queue of their key already.
         """
         self._server = server
         self._style = style
@@ -106,6 +109,7 @@ class Generation:
         self._fork = fork
         self._piece = piece
         self._kept = kept
+        self._place = waiting
         self._has_running_usage = request.stream_options.continuous_usage_stats
         self._has_prompt_logprobs = request.params.prompt_logprobs is not None
         self._num_sequences = len(prompts) * request.params.n
@@ -288,7 +292,7 @@ class Generation:
         """
         self._consume = consume
         try:
-            waiting = self._server.enter_queue(self.terms, self._num_sequences)
+            waiting = self._place or self._server.enter_queue(self.terms, self._num_sequences)
             with waiting as self._waiting, self._piece or nullcontext():
                 await self._start()
                 self._server.running[self._formatter.request_id] = self

@@ -14,6 +14,7 @@ from quire.frontend.http.routes.models import adapter_card
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.schema.reading import read
 from quire.frontend.http.serving.body import json_response, read_json
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.protocol.errors import InvalidRequest
@@ -71,6 +72,9 @@ async def unload_adapter(server: Server, request: Request) -> ASGIApp:
         await run_until_disconnect(receive, _unload(server, adapter, body.force, scope, receive, send))
 
     return respond
+
+
+ROUTES = (Row("POST", PATHS[0], load_adapter, LoadBody), Row("POST", PATHS[1], unload_adapter, UnloadBody))
 
 
 async def _unload(server: Server, adapter: AdapterRef, force: bool, scope: Scope, receive: Receive, send: Send) -> None:

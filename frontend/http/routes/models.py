@@ -9,6 +9,7 @@ from starlette.responses import Response
 from quire.frontend.adapters.names import NamedAdapter
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.serving.body import json_response
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 
 Card = dict[str, Any]
@@ -20,6 +21,9 @@ async def list_models(server: Server, request: Request) -> Response:
 
 async def show_model(server: Server, request: Request) -> Response:
     return json_response(await find_card(server, request.path_params["name"]))
+
+
+ROUTES = (Row("GET", "/v1/models", list_models), Row("GET", "/v1/models/{name:path}", show_model))
 
 
 async def find_card(server: Server, name: str) -> Card:

@@ -13,6 +13,7 @@ from quire.frontend.http.schema.bodies import SessionBody
 from quire.frontend.http.schema.schema import CommonRequest
 from quire.frontend.http.serving.body import json_response
 from quire.frontend.http.serving.gate import IGNORED_FIELDS, TENANT
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.sessions.chat_piece import check_kind, whole_prompt
 from quire.frontend.sessions.open_session import TEXT, OpenSession, Piece, check_number
@@ -26,7 +27,7 @@ async def open_session(server: Server, request: Request) -> Response:
     """Open a session, which begins without tokens."""
     server.require_generation(request.scope["path"])
     tenant = request.scope["state"][TENANT]
-    with _counted(server):
+    with counted(server):
         session_id = server.sessions.open(tenant)
     return _object(server, session_id, server.sessions.get(tenant, session_id))
 
@@ -37,6 +38,9 @@ async def session(server: Server, request: Request) -> Response:
     tenant, is_end = request.scope["state"][TENANT], request.method == "DELETE"
     found = (server.sessions.close if is_end else server.sessions.get)(tenant, session_id)
     return _object(server, session_id, found, "ended" if is_end else None)
+
+
+ROUTES = (Row("POST", "/v1/sessions", open_session), Row("GET DELETE", "/v1/sessions/{id}", session))
 
 
 def _object(server: Server, session_id: str, found: OpenSession, status: str | None = None) -> Response:
@@ -70,7 +74,7 @@ def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat
     Raises:
         InvalidRequest: there is none, another piece is due, or it continues the other kind of input.
     """
-    with _counted(server):
+    with counted(server):
         tenant = request.scope["state"][TENANT]
         server.sessions.require_room(tenant)
         found = server.sessions.use(tenant, given.id)
@@ -80,7 +84,7 @@ def begin_piece(server: Server, request: Request, given: SessionBody, *, is_chat
 
 
 @contextlib.contextmanager
-def _counted(server: Server) -> Iterator[None]:
+def counted(server: Server) -> Iterator[None]:
     """Count a refusal in the metrics."""
     try:
         yield

@@ -14,6 +14,7 @@ from quire.frontend.http.schema.tools import parse_tools
 from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.http.serving.body import json_response, read_json
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.prompts import check_token_ids
@@ -62,6 +63,13 @@ async def tokenizer_info(server: Server, request: Request) -> Response:
     template = server.text_in.template
     info = {"chat_template": None if template is None else template.source}
     return json_response({**server.text_in.tokenizer_info, **info, "model_max_length": server.engine.max_model_len})
+
+
+ROUTES = (
+    Row("POST", "/tokenize", tokenize, TokenizeBody),
+    Row("POST", "/detokenize", detokenize, DetokenizeBody),
+    Row("GET", "/tokenizer_info", tokenizer_info),
+)
 
 
 def _ignored(server: Server, request: Request) -> Ignored:

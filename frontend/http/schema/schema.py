@@ -122,6 +122,8 @@ class OtherModels(Protocol):
 class Parser:
     """Parser of JSON objects to requests, for one model with its served names. All methods raise InvalidRequest.
 
+    ``ignored`` of a method gets the unknown fields; it has those that another API has read.
+
     Attributes:
         others: what else a request may name as its model.
         defaults: the model's sampling parameters, for fields that a request leaves out.
@@ -140,8 +142,8 @@ class Parser:
     reads_images: bool = False
     rows: RowsReader | None = None
 
-    def completion(self, raw: Mapping[str, Any]) -> CompletionRequest:
-        ignored = Ignored(self.unknown_fields)
+    def completion(self, raw: Mapping[str, Any], ignored: Ignored | None = None) -> CompletionRequest:
+        ignored = ignored or Ignored(self.unknown_fields)
         body = read(CompletionBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
         least = 0 if body.echo or body.session is not None else 1
         max_tokens = self._max_tokens("max_tokens", body.max_tokens, minimum=least)
@@ -178,8 +180,8 @@ class Parser:
             raise InvalidRequest(f"{name} must hold 1 to {MAX_PROMPTS} prompts (got {len(value)})", name)
         return [partial(self.rows.read, f"{name}[{i}]", each) for i, each in enumerate(value)]
 
-    def chat(self, raw: Mapping[str, Any]) -> ChatRequest:
-        ignored = Ignored(self.unknown_fields)
+    def chat(self, raw: Mapping[str, Any], ignored: Ignored | None = None) -> ChatRequest:
+        ignored = ignored or Ignored(self.unknown_fields)
         body = read(ChatBody, raw, besides=READ_ELSEWHERE, ignored=ignored)
         least = 0 if body.session is not None else 1
         newer = self._max_tokens("max_completion_tokens", body.max_completion_tokens, minimum=least)

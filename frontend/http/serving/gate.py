@@ -64,9 +64,9 @@ class Gate:
         app: ASGIApp,
         api_keys: Sequence[str] = (),
         address_salt: bytes = b"",
-        bodies: BodyBudget | None = None,
         admin_api_keys: Sequence[str] = (),
         admin_paths: Sequence[str] = (),
+        bodies: BodyBudget | None = None,
     ) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]

@@ -4,6 +4,7 @@ There is no limit on running sequences: the scheduler shares the batch between t
 empty while other tenants have no requests.
 """
 
+import sys
 from collections import Counter
 
 from quire.protocol.errors import InvalidRequest
@@ -19,17 +20,18 @@ class KeyQueues:
         self.limit = limit
         self._num_waiting: Counter[int] = Counter()
 
-    def enter(self, tenant: int, num_sequences: int) -> "WaitingSequences":
-        """Add all sequences of one request, or none.
+    def enter(self, tenant: int, num_sequences: int, *, is_limited: bool = True) -> "WaitingSequences":
+        """Add all sequences of one request, or none. ``is_limited``: no front end has admitted it before.
 
         Raises:
             InvalidRequest: the request alone exceeds the limit, or (rate_limit_exceeded) it does with those waiting.
         """
-        if self.limit and num_sequences > self.limit:
+        limit = self.limit if is_limited and self.limit else sys.maxsize
+        if num_sequences > limit:
             text = f"prompts times n must be at most {self.limit} per API key or address (got {num_sequences})"
             raise InvalidRequest(text, "n")
         waiting = self._num_waiting[tenant]
-        if self.limit and waiting + num_sequences > self.limit:
+        if waiting + num_sequences > limit:
             text = f"{waiting} sequences of this API key or address are waiting (limit {self.limit}): retry later"
             raise InvalidRequest(text, None, "rate_limit_exceeded")
         return WaitingSequences(self._num_waiting, tenant, num_sequences)

@@ -21,13 +21,11 @@ from quire.frontend.http.serving.body import MAX_BODY_BYTES
 from quire.frontend.http.serving.gate import REQUEST_ID, TENANT
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.frontend.http.serving.tracing import PARENT_HEADERS
-from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.ids import front_end_of
 
 TIMEOUT_S = 5.0
 SIZE_BYTES = 8
 MAX_REQUEST_BYTES = MAX_BODY_BYTES + 64 * 1024
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class RelayedRequest(msgspec.Struct, frozen=True):
@@ -97,6 +95,9 @@ class Peers:
         Raises:
             ApiError: 503, the other front end does not answer.
         """
+        index = front_end_of(held_id)
+        if index is None or not self.is_elsewhere(held_id):
+            return None
         scope, state = request.scope, request.scope["state"]
         relayed = RelayedRequest(
             request.method,
@@ -107,53 +108,20 @@ class Peers:
             body,
             [each for each in scope["headers"] if each[0] in PARENT_HEADERS],
         )
-        connection = await self._send(held_id, relayed)
-        return None if connection is None else _passed_on(*connection)
-
-    async def fetch(self, path: str, held_id: str, own: OwnResponses) -> bytes | None:
-        """Return the body of another front end's response to a GET. None: its status is not 200, it has died, or what
-        ``held_id`` names would be here.
-
-        Raises:
-            ApiError: 503, it does not answer.
-        """
-        connection = await self._send(held_id, RelayedRequest("GET", path, tenant=own.tenant))
-        if connection is None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                reader, writer = await asyncio.open_unix_connection(str(self.address(index)))
+                with contextlib.ExitStack() as stack:
+                    stack.callback(writer.close)
+                    _write_frame(writer, relayed)
+                    await _read_frame(reader)  # before any of the response, which may take long: it has arrived
+                    stack.pop_all()
+        except TimeoutError:
+            text = "the front end that may have it does not answer: retry later"
+            raise ApiError(503, text, None, "engine_unavailable") from None
+        except (OSError, EOFError):
             return None
-        reader, writer = connection
-        async with _in_time():
-            with contextlib.closing(writer):
-                start, *parts = [message async for message in _messages(reader)]
-            return b"".join(part["body"] for part in parts) if start["status"] == 200 else None
-        return None
-
-    async def _send(self, held_id: str, request: RelayedRequest) -> Connection | None:
-        """Send the request to the front end that has what ``held_id`` names; None if it is this one, or has died."""
-        index = front_end_of(held_id)
-        if index is None or not self.is_elsewhere(held_id):
-            return None
-        async with _in_time():
-            reader, writer = await asyncio.open_unix_connection(str(self.address(index)))
-            with contextlib.ExitStack() as stack:
-                stack.callback(writer.close)
-                _write_frame(writer, request)
-                await _read_frame(reader)  # before any of the response, which may take long: it has arrived
-                stack.pop_all()
-            return reader, writer
-        return None
-
-
-@contextlib.asynccontextmanager
-async def _in_time() -> AsyncIterator[None]:
-    """Raise ApiError 503 if what is inside takes too long. If the connection breaks, only leave it."""
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            yield
-    except TimeoutError:
-        text = "the front end that may have it does not answer: retry later"
-        raise ApiError(503, text, None, "engine_unavailable") from None
-    except (OSError, EOFError):
-        pass
+        return _passed_on(reader, writer)
 
 
 def _passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ASGIApp:

@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.frontend.http.stored.response_files import BegunResponse, ResponseFiles
+from quire.frontend.http.schema.errors import ApiError, shorten
+from quire.frontend.http.stored.response_files import ResponseFiles
 from quire.frontend.http.stored.running_responses import RunningResponse, RunningResponses
-from quire.frontend.http.stored.stored_response import StoredResponse
+from quire.frontend.http.stored.stored_response import BegunResponse, StoredResponse
 
 
 @dataclass(slots=True)
 class _OfTenant:
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    items: dict[str, str] = field(default_factory=dict)
-    """Ids of responses, by those of their output items."""
     num_bytes: int = 0
 
 
@@ -26,40 +25,35 @@ class ResponseStore:
     evict what others have stored.
 
     Attributes:
-        files: what is stored, for the front end that replaces this one; the store begins with what its predecessor had.
+        files: what is stored, for the other front ends; the store begins with what the predecessor of this one had.
         running: responses that have not ended, and run without a client.
     """
 
     def __init__(self, max_bytes: int, files: ResponseFiles | None = None) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes, self.is_enabled = max_bytes, max_bytes > 0
         self.num_bytes = 0
         self._tenants: dict[int, _OfTenant] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.running = RunningResponses(max_bytes)
         self.files = files or ResponseFiles()
-        for response_id, tenant, response in self.files.own():
-            self._keep(tenant, response_id, response)
+        for path, response, _ in self.files.own(StoredResponse):
+            self._keep(path.stem, response)
 
-    @property
-    def is_enabled(self) -> bool:
-        return self._max_bytes > 0
-
-    def add(self, tenant: int, response_id: str, response: StoredResponse) -> None:
+    def add(self, response_id: str, response: StoredResponse) -> None:
         """Store a response, unless it alone exceeds the limit; without its events if it exceeds it with them."""
         if response.num_bytes > self._max_bytes:
             response = msgspec.structs.replace(response, events=None)
         if response.num_bytes > self._max_bytes:
             return
         if response.only_for is None:
-            self.files.write(tenant, response_id, response)
-        self._keep(tenant, response_id, response)
+            self.files.write(response_id, response)
+        self._keep(response_id, response)
 
-    def _keep(self, tenant: int, response_id: str, response: StoredResponse) -> None:
+    def _keep(self, response_id: str, response: StoredResponse) -> None:
         size = response.num_bytes
         with self._lock:
-            mine = self._tenants.setdefault(tenant, _OfTenant())
+            mine = self._tenants.setdefault(response.tenant, _OfTenant())
             mine.responses[response_id] = response
-            mine.items.update(dict.fromkeys(response.output_ids, response_id))
             mine.num_bytes += size
             self.num_bytes += size
             while self.num_bytes > self._max_bytes:
@@ -69,34 +63,23 @@ class ResponseStore:
     def get(self, tenant: int, response_id: str, connection: object | None = None) -> StoredResponse | None:
         """Return the response. ``connection``: the one that asks, if it keeps responses of its own."""
         with self._lock:
-            return self._visible(tenant, response_id, connection)
+            mine = self._tenants.get(tenant)
+            found = None if mine is None else mine.responses.get(response_id)
+        return found if found is not None and found.only_for in (None, connection) else None
 
     def delete(self, tenant: int, response_id: str, connection: object | None = None) -> bool:
         """Return whether the response was stored."""
         with self._lock:
-            if self._visible(tenant, response_id, connection) is None:
+            if self.get(tenant, response_id, connection) is None:
                 return False
             self._drop(tenant, response_id)
             return True
 
-    def _visible(self, tenant: int, response_id: str, connection: object | None) -> StoredResponse | None:
-        mine = self._tenants.get(tenant)
-        found = None if mine is None else mine.responses.get(response_id)
-        return found if found is not None and found.only_for in (None, connection) else None
-
-    def with_item(self, tenant: int, item_id: str) -> StoredResponse | None:
-        """Return the response that has the output item with this id."""
-        with self._lock:
-            mine = self._tenants.get(tenant)
-            return None if mine is None or item_id not in mine.items else mine.responses[mine.items[item_id]]
-
     def _drop(self, tenant: int, response_id: str) -> None:
         mine = self._tenants[tenant]
-        dropped = mine.responses.pop(response_id)
-        for item_id in dropped.output_ids:
-            del mine.items[item_id]
-        mine.num_bytes -= dropped.num_bytes
-        self.num_bytes -= dropped.num_bytes
+        size = mine.responses.pop(response_id).num_bytes
+        mine.num_bytes -= size
+        self.num_bytes -= size
         self.files.delete(response_id)
         if not mine.responses:
             del self._tenants[tenant]
@@ -110,27 +93,34 @@ class OwnResponses:
     tenant: int
     connection: object | None = None
 
-    @property
-    def is_enabled(self) -> bool:
-        return self.store.is_enabled
+    def find(self, response_id: str) -> StoredResponse | RunningResponse | BegunResponse | None:
+        """Return a response of this front end or of another one, which may have died. Without one that has taken its
+        place, what it ran is a BegunResponse."""
+        running, files = self.store.running.get(response_id), self.store.files
+        if running is not None and running.tenant == self.tenant:
+            return running
+        return (
+            self.store.get(self.tenant, response_id, self.connection)
+            or files.read(StoredResponse, self.tenant, response_id)
+            or files.read(BegunResponse, self.tenant, response_id)
+        )
 
-    def add(self, response_id: str, response: StoredResponse) -> None:
-        self.store.add(self.tenant, response_id, response)
+    def ended(self, response_id: str, param: str | None = None) -> StoredResponse:
+        """Return a response that has ended.
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        """Return a response of this front end, or of another one, which may have died."""
-        found = self.store.get(self.tenant, response_id, self.connection)
-        return found or self.store.files.read(self.tenant, response_id)
+        Raises:
+            ApiError: 404, it is not stored; 409, it has not ended.
+        """
+        found = self.find(response_id)
+        if isinstance(found, StoredResponse):
+            return found
+        if found is not None:
+            text = f"response {shorten(response_id)} has not ended: wait for its end, or cancel it"
+            raise ApiError(409, text, param, "response_not_ended")
+        hint = "it may have been dropped" if self.store.is_enabled else "this server stores no responses"
+        text = f"response {shorten(response_id)} not found; {hint}: send the whole conversation as input"
+        raise ApiError(404, text, param, "previous_response_not_found" if param else "not_found")
 
-    def running(self, response_id: str) -> RunningResponse | None:
-        return self.store.running.get(self.tenant, response_id)
-
-    def begun(self, response_id: str) -> BegunResponse | None:
-        """Return a response that runs in another front end, or that no front end has continued yet."""
-        return self.store.files.begun(self.tenant, response_id)
-
-    def delete(self, response_id: str) -> bool:
-        return self.store.delete(self.tenant, response_id, self.connection)
-
-    def with_item(self, item_id: str) -> StoredResponse | None:
-        return self.store.with_item(self.tenant, item_id)
+    def delete(self, response_id: str) -> None:
+        if not self.store.delete(self.tenant, response_id, self.connection):
+            self.store.files.delete(response_id)  # it was of a front end that has died

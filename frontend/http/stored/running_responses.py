@@ -1,8 +1,7 @@
 """Responses that run in the background: their state, and their events for any number of readers."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -19,25 +18,25 @@ class _OfResponse(msgspec.Struct):
 
 
 class RunningResponse:
-    """One of them. Its last event is held until ``publish``: then it is stored, too.
+    """One of them.
 
     Attributes:
         body: the response as JSON.
         events: the events so far as they are sent; None if they are not kept.
+        ending: the response at its end, and its last event. Readers see neither before ``publish``: then it is stored.
+        cancelled: its client has cancelled it.
         task: computes it.
-        is_cancelled: its client has cancelled it.
     """
 
-    def __init__(self, tenant: int, *, keeps_events: bool, count: Callable[[int], bool]) -> None:
-        """``count``: counts bytes of events; False if there is no room for them."""
+    def __init__(self, tenant: int, others: "RunningResponses", *, keeps_events: bool) -> None:
         self.tenant = tenant
         self.body = b""
-        self.task: asyncio.Task[None] | None = None
-        self.is_cancelled = False
         self.events: list[bytes] | None = [] if keeps_events else None
-        self._count = count
-        self._ending: tuple[bytes, bytes] | None = None
-        self._has_ended = False
+        self.ending = b"", b""
+        self.cancelled = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._others = others
+        self._ended = asyncio.Event()
         self._changed = asyncio.Event()
 
     def add(self, kind: str, data: bytes) -> bytes:
@@ -45,43 +44,27 @@ class RunningResponse:
         frame = b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
         shown = bytes(msgspec.json.decode(data, type=_OfResponse).response)
         if kind in ENDINGS:
-            self._ending = shown, frame
-            return b""
-        self.body = shown or self.body
-        self._append(frame)
+            self.ending = shown, frame
+        else:
+            self.body = shown or self.body
+            self._append(frame)
         return b""
 
-    @property
-    def ending(self) -> tuple[bytes, list[bytes] | None]:
-        """The response and all of its events, which readers do not see before ``publish``."""
-        assert self._ending is not None
-        body, frame = self._ending
-        return body, None if self.events is None else [*self.events, frame]
-
     def publish(self) -> None:
-        assert self._ending is not None
-        self.body = self._ending[0]
-        self._has_ended = True
-        self._append(self._ending[1])
+        self.body, last = self.ending
+        self._ended.set()
+        self._append(last)
 
     def _append(self, frame: bytes) -> None:
         if self.events is not None:
-            if self._count(len(frame)):
-                self.events.append(frame)
-            else:
-                self._count(-sum(map(len, self.events)))
-                self.events = None
+            self.events = self._others.with_room(self.events, frame)
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def cancel(self) -> None:
         """Cancel it, unless it has ended, and wait until it is published."""
-        self.is_cancelled = True
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.wait([self.task])
-        while not self._has_ended:
-            await self._changed.wait()
+        self.cancelled.set()
+        await self._ended.wait()
 
     async def follow(self, number: int) -> AsyncIterator[bytes]:
         """Yield the events from ``number`` on, as they come. A stream whose events are no longer kept just ends."""
@@ -89,46 +72,37 @@ class RunningResponse:
             if number < len(events):
                 yield b"".join(events[number:])
                 number = len(events)
-            elif self._has_ended:
+            elif self._ended.is_set():
                 yield SSE_END
                 return
             else:
                 await self._changed.wait()
 
 
-class RunningResponses:
+class RunningResponses(dict[str, RunningResponse]):
     """Those of one front end, by id. Their events have at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
+        super().__init__()
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._by_id: dict[str, RunningResponse] = {}
-        self._num_of_tenant: Counter[int] = Counter()
-
-    def get(self, tenant: int, response_id: str) -> RunningResponse | None:
-        found = self._by_id.get(response_id)
-        return found if found is not None and found.tenant == tenant else None
 
     def require_room(self, tenant: int) -> None:
         """Raise InvalidRequest (rate_limit_exceeded) if no other response of this tenant may begin."""
-        for count, most in ((self._num_of_tenant[tenant], MAX_OF_TENANT), (len(self._by_id), MAX_RUNNING)):
+        of_tenant = sum(each.tenant == tenant for each in self.values())
+        for count, most in ((of_tenant, MAX_OF_TENANT), (len(self), MAX_RUNNING)):
             if count >= most:
                 text = f"{count} background responses run, and at most {most} may: wait for one, or cancel it"
                 raise InvalidRequest(text, "background", "rate_limit_exceeded")
 
-    def add(self, tenant: int, response_id: str, *, keeps_events: bool) -> RunningResponse:
-        running = RunningResponse(tenant, keeps_events=keeps_events, count=self._count)
-        self._by_id[response_id] = running
-        self._num_of_tenant[tenant] += 1
-        return running
-
     def remove(self, response_id: str) -> None:
-        running = self._by_id.pop(response_id)
-        self._num_of_tenant[running.tenant] -= 1
-        self._count(-sum(map(len, running.events or ())))
+        self._num_bytes -= sum(map(len, self.pop(response_id).events or ()))
 
-    def _count(self, num_bytes: int) -> bool:
-        if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
-            return False
-        self._num_bytes += num_bytes
-        return True
+    def with_room(self, events: list[bytes], frame: bytes) -> list[bytes] | None:
+        """Add an event to those of a response. None: there is no room for it, and none is kept."""
+        if self._num_bytes + len(frame) > self._max_bytes:
+            self._num_bytes -= sum(map(len, events))
+            return None
+        self._num_bytes += len(frame)
+        events.append(frame)
+        return events

@@ -215,12 +215,32 @@ def test_failed_when_it_cannot_be_continued(
     finish(test())
 
 
-def test_limits(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]], None], monkeypatch: Any) -> None:
-    async def refused(front: FrontEnd, status: int, **fields: Any) -> str:
-        answer = await front.client.post("/v1/responses", json={"input": "x", "background": True, **fields})
-        assert answer.status_code == status, answer.text
-        return str(answer.json()["error"]["message"])
+async def refused(front: FrontEnd, status: int, **fields: Any) -> str:
+    answer = await front.client.post("/v1/responses", json={"input": "x", "background": True, **fields})
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["error"]["message"])
 
+
+def test_limit_of_those_that_wait(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]], None]) -> None:
+    async def test() -> None:
+        front, engine.hang_after = front_end(), 0
+        before = asyncio.all_tasks()
+        begun = [(await front.begin())["id"] for _ in range(2)]
+        for task in asyncio.all_tasks() - before:
+            task.cancel()
+        front = front_end(max_num_queued_reqs_per_key=1)
+        await front.app.state.continue_responses()  # those that the server has admitted
+        assert [(await front.get(each))["status"] for each in begun] == ["queued"] * 2
+        assert "2 sequences of this API key or address are waiting (limit 1)" in await refused(front, 429)
+        for each in begun:
+            await front.cancel(each)
+        await front.begin()
+        assert "1 sequences of" in await refused(front, 429)
+
+    finish(test())
+
+
+def test_limits(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]], None], monkeypatch: Any) -> None:
     async def test() -> None:
         assert "stores no responses" in await refused(front_end(max_stored_response_bytes=0), 400)
         front, engine.hang_after = front_end(max_stored_response_bytes=2000), HANGS

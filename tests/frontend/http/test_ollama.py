@@ -102,7 +102,9 @@ class TestAnswers:
         assert {each["model"] for each in objects} == {"tiny:latest"}
         prompt = text_in.decode(engine.added[-1].prompt, skip_special_tokens=False)
         assert prompt.startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello")
-        answer = ask("generate", raw=True, stream=False, logprobs=True, top_logprobs=1).json()
+        response = ask("generate", raw=True, think=False, stream=False, logprobs=True, top_logprobs=1)
+        answer = response.json()
+        assert "x-quire-ignored-fields" not in response.headers
         assert text_in.decode(engine.added[-1].prompt) == "hello" and engine.added[-1].params.max_tokens > 1000
         assert [entry["token"] for entry in answer["logprobs"]] == ["one", " two", " three", " four", " five"]
 

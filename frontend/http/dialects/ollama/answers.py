@@ -12,13 +12,14 @@ from quire.frontend.engine.answers import OutputDelta
 from quire.frontend.http.dialects.ollama.body import OllamaRequest
 from quire.frontend.http.dialects.parts import Dropped, Part, is_object, joined, read_parts
 from quire.frontend.http.routes.chat import format_logprobs
-from quire.frontend.http.routes.conversation import AnswerReader, tool_of
+from quire.frontend.http.routes.conversation import AnswerReader
 from quire.frontend.http.routes.formatter import Collected, ResponseFormatter, Usage
 from quire.frontend.http.routes.tool_calls import new_call_id
+from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import EventStyle
 from quire.frontend.text.prompts import Prompt
-from quire.frontend.text.text_out import TokenTexts
 
+ENCODER = msgspec.json.Encoder()
 LINES = EventStyle(b"%b", None, lambda error: error.plain_body() + b"\n", b"application/x-ndjson")
 
 Fields = dict[str, Any]
@@ -28,17 +29,10 @@ class OllamaFormatter(ResponseFormatter):
     """Formats the one answer of a request. A call is sent as a whole, because its arguments are an object."""
 
     def __init__(
-        self,
-        request: OllamaRequest,
-        prompt: Prompt,
-        reader: AnswerReader,
-        texts: TokenTexts,
-        request_id: str,
-        began: int,
+        self, server: Server, request: OllamaRequest, prompt: Prompt, reader: AnswerReader, request_id: str
     ) -> None:
-        """``began``: when the request arrived, in nanoseconds of the monotonic clock."""
-        super().__init__(request_id)
-        self._request, self._reader, self._texts, self._began = request, reader, texts, began
+        super().__init__(request_id, [reader])
+        self._request, self._reader, self._texts = request, reader, server.token_texts
         self._num_prompt_tokens = len(prompt.token_ids)
         self._calls: list[Part] = []
         """Parts of the calls after the last text: they may go on, or turn out to be none."""
@@ -48,17 +42,15 @@ class OllamaFormatter(ResponseFormatter):
         last = delta.finish_reason is not None
         said, logprobs = self._said(delta.text, last=last), self._logprobs(delta)
         # Some clients read no text of the last line.
-        lines = [answer_body(self._request, said, logprobs)] if said or logprobs else []
-        lines += [answer_body(self._request, {}, self._end(delta, delta.num_output_tokens))] if last else []
-        return b"".join(line + b"\n" for line in lines)
+        lines = [answer_object(self._request, said, logprobs)] if said or logprobs else []
+        lines += [answer_object(self._request, {}, self._end(delta, delta.num_output_tokens))] if last else []
+        return ENCODER.encode_lines(lines)
 
     def response(self, answers: Sequence[Collected], usage: Usage) -> bytes:
         (answer,) = answers
         said = self._said("".join(answer.texts), last=True)
-        return answer_body(self._request, said, self._end(answer, usage.completion_tokens) | self._logprobs(answer))
-
-    def tool(self, index: int) -> str:
-        return tool_of(self._reader)
+        ended = self._end(answer, usage.completion_tokens) | self._logprobs(answer)
+        return ENCODER.encode(answer_object(self._request, said, ended))
 
     def _said(self, text: str, *, last: bool) -> Fields:
         """Return what a text adds to the answer; nothing for a part that is empty."""
@@ -98,7 +90,7 @@ class OllamaFormatter(ResponseFormatter):
         ended = {
             "done": True,
             "done_reason": answer.finish_reason,
-            "total_duration": time.monotonic_ns() - self._began,
+            "total_duration": time.monotonic_ns() - self._request.began,
             "load_duration": 0,
             "prompt_eval_count": self._num_prompt_tokens,
             "prompt_eval_duration": max(int(waited * 1e9), 1),
@@ -108,10 +100,9 @@ class OllamaFormatter(ResponseFormatter):
         return ended | ({"timeline": answer.timeline} if answer.timeline else {})
 
 
-def answer_body(request: OllamaRequest, said: Fields, rest: Fields) -> bytes:
+def answer_object(request: OllamaRequest, said: Fields, rest: Fields) -> Fields:
     """Return one object. ``said``: members of the message; ``rest``: those beside it."""
     message: Fields = {"message": {"role": "assistant", "content": "", **said}}
     if not request.is_chat:
         message = {"response": said.pop("content", ""), **said}
-    head = {"model": request.model, "created_at": datetime.now(UTC), **message, "done": False}
-    return msgspec.json.encode(head | rest)
+    return {"model": request.model, "created_at": datetime.now(UTC), **message, "done": False, **rest}

@@ -1,7 +1,8 @@
 """Bodies of /api/chat and /api/generate, translated to bodies of chat and of completions."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,7 @@ NO_PENALTY = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty
 INSTEAD_OF = {
     r"response_format\.json_schema\.schema": "format",
     "response_format": "format",
-    **dict.fromkeys(("max_completion_tokens", "max_tokens"), "options.num_predict"),
+    "max_tokens": "options.num_predict",
 }
 """Fields by their names in chat and completions."""
 SAME_TEXTS = {"thinking": "reasoning_content", "tool_name": "name", "tool_call_id": "tool_call_id"}
@@ -54,6 +55,14 @@ class AnswerBody(msgspec.Struct, frozen=True, kw_only=True):
     truncate: Any = None
     shift: Any = None
 
+    def chat(self, parser: Parser, ignored: Ignored, fields: Fields, messages: Sequence[Message]) -> ChatRequest:
+        fields |= {"messages": messages, "logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+        if isinstance(self.think, bool):
+            set_thinking(fields, thinks=self.think)
+        elif self.think is not None:
+            fields["reasoning_effort"] = self.think
+        return parser.chat(fields, ignored)
+
 
 class ChatBody(AnswerBody, frozen=True, kw_only=True):
     """``tool_choice``, ``parallel_tool_calls``: as in chat; Ollama has no fields for them."""
@@ -63,15 +72,13 @@ class ChatBody(AnswerBody, frozen=True, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
-    def asked(self, parser: Parser, fields: Fields) -> ChatRequest | None:
-        """Return the request for an answer, from these ``fields`` of chat and its own; None: nothing to answer."""
-        if not self.messages:
-            return None
-        messages = chat_messages(self.messages)
+    def request(self, parser: Parser, ignored: Ignored, fields: Fields) -> ChatRequest:
+        """Return the request for an answer, from these ``fields`` of chat and its own."""
+        messages = chat_messages(self.messages or ())
         if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         tools = {"tools": self.tools, "tool_choice": self.tool_choice, "parallel_tool_calls": self.parallel_tool_calls}
-        return parser.chat(fields | tools | {"messages": messages})
+        return self.chat(parser, ignored, fields | tools, messages)
 
 
 class GenerateBody(AnswerBody, frozen=True, kw_only=True):
@@ -82,33 +89,35 @@ class GenerateBody(AnswerBody, frozen=True, kw_only=True):
     images: list[str] | None = None
     raw: bool = False
 
-    def asked(self, parser: Parser, fields: Fields) -> ChatRequest | CompletionRequest | None:
-        if not self.prompt:
-            return None
+    def request(self, parser: Parser, ignored: Ignored, fields: Fields) -> ChatRequest | CompletionRequest:
+        """Return the request for an answer, from these ``fields`` of chat and completions and its own."""
         if not self.raw:
             system = [{"role": "system", "content": self.system}] if self.system else []
             user = {"role": "user", "content": _content(self.prompt, self.images or (), "images")}
-            return parser.chat(fields | {"messages": [*system, user]})
+            return self.chat(parser, ignored, fields, [*system, user])
         for name in ("system", "images", "think"):
             if getattr(self, name):
                 text = f"{name} cannot be combined with raw: write it into prompt"
                 raise InvalidRequest(text, name, "unsupported_value")
-        most, best = fields.pop("max_completion_tokens", parser.limits.max_model_len), fields.pop("top_logprobs")
-        own = {"prompt": self.prompt, "max_tokens": most, "logprobs": best if self.logprobs else None}
-        return parser.completion(fields | own)
+        own = {"prompt": self.prompt, "logprobs": self.top_logprobs if self.logprobs else None}
+        return parser.completion({"max_tokens": parser.limits.max_model_len} | fields | own, ignored)
 
 
 @dataclass(frozen=True, slots=True)
 class OllamaRequest:
-    """A parsed request. ``model``: the name as the client wrote it; ``served``: as the server has it.
+    """A parsed request.
 
-    ``asked``: None: there is nothing to answer, by which a client asks Ollama to load or unload the model.
+    Attributes:
+        model, served: the name as the client wrote it, and as the server has it.
+        asked: None: there is nothing to answer, by which a client asks Ollama to load or unload the model.
+        began: when the body had arrived, in nanoseconds of the monotonic clock.
     """
 
     model: str
     served: str
     is_chat: bool
     asked: ChatRequest | CompletionRequest | None
+    began: int = field(default_factory=time.monotonic_ns)
 
 
 def parse_body(kind: type[ChatBody | GenerateBody], parser: Parser, raw: Mapping[str, Any]) -> OllamaRequest:
@@ -121,28 +130,22 @@ def parse_body(kind: type[ChatBody | GenerateBody], parser: Parser, raw: Mapping
     body = read(kind, raw, besides=PASSED_FIELDS, ignored=ignored)
     served = served_name(parser, body.model)
     fields = passed(raw) | {"model": served, "stream": body.stream}
-    fields |= {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
     fields |= _options(body.options or {}, parser.limits.max_model_len, ignored)
-    if isinstance(body.think, bool):
-        set_thinking(fields, thinks=body.think)
-    elif body.think is not None:
-        fields["reasoning_effort"] = body.think
     if isinstance(body.format, dict):
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": body.format}}
     elif body.format:
         fields["response_format"] = {"type": "json_object"}
-    try:
-        asked = body.asked(parser, fields)
-    except InvalidRequest as error:
-        own = {RENAMED_OPTIONS.get(name, name): f"options.{name}" for name in body.options or ()}
-        tools = [f"tools[{i}].function" for i in range(len(raw.get("tools") or ()))]
-        raise renamed(error, INSTEAD_OF | own, tools) from None
+    asked = None
+    if body.messages if isinstance(body, ChatBody) else body.prompt:
+        try:
+            asked = replace(body.request(parser, ignored, fields), clamp_max_tokens=True)
+        except InvalidRequest as error:
+            own = {RENAMED_OPTIONS.get(name, name): f"options.{name}" for name in body.options or ()}
+            tools = [f"tools[{i}].function" for i in range(len(raw.get("tools") or ()))]
+            raise renamed(error, INSTEAD_OF | own, tools) from None
     if isinstance(asked, ChatRequest):  # there an image is a member of a part
         sources = asked.options.images.sources
         sources[:] = [replace(each, where=each.where.removesuffix(".image")) for each in sources]
-    if asked is not None:
-        names = [*ignored.names, *(name for name in asked.ignored if name not in ignored.names)]
-        asked = replace(asked, clamp_max_tokens=True, ignored=names)
     return OllamaRequest(body.model or served, served, kind is ChatBody, asked)
 
 
@@ -169,7 +172,7 @@ def _options(given: Mapping[str, Any], max_model_len: int, ignored: Ignored) -> 
     if most == 0:
         raise wrong_value("options.num_predict", "at least 1, or -1 for no limit", most)
     if most > 0:
-        fields["max_completion_tokens"] = min(most, max_model_len)
+        fields["max_tokens"] = min(most, max_model_len)
     if any(fields.get(name, value) != value for name, value in NO_PENALTY.items()):
         for name, value in ALL_TOKENS.items():
             if options.get(name, value) != value:

@@ -35,7 +35,7 @@ class EmbedBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Vectors(Entries):
-    """``began``: as of ``OllamaFormatter``; None: the response is the one vector of /api/embeddings."""
+    """``began``: as of ``OllamaRequest``; None: the response is the one vector of /api/embeddings."""
 
     def __init__(self, answer: PooledHead, began: int | None) -> None:
         super().__init__(answer)

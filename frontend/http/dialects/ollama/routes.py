@@ -1,7 +1,6 @@
 """The routes of Ollama's API: their handlers, but for vectors, and what the server has in the form of that API."""
 
 import hashlib
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS
-from quire.frontend.http.dialects.ollama.answers import LINES, OllamaFormatter, answer_body
+from quire.frontend.http.dialects.ollama.answers import LINES, OllamaFormatter, answer_object
 from quire.frontend.http.dialects.ollama.body import ChatBody, GenerateBody, parse_body, served_name
 from quire.frontend.http.dialects.ollama.embeddings import EmbedBody, embed
 from quire.frontend.http.routes.conversation import AnswerReader, PlainAnswer, encode_conversation
@@ -89,13 +88,12 @@ def _entry(server: Server, card: Card) -> dict[str, Any]:
 
 async def _answer(kind: type[ChatBody | GenerateBody], server: Server, request: Request) -> ASGIApp:
     """Answer a conversation, or a prompt."""
-    began = time.monotonic_ns()
     server.require_generation(request.scope["path"])
     parsed, body = await read_json(request, server.texts, lambda raw: parse_body(kind, server.parser, raw))
     asked = parsed.asked
     if asked is None:
         await server.check_model(parsed.served)
-        return Response(answer_body(parsed, {}, {"done": True, "done_reason": "load"}), media_type="application/json")
+        return json_response(answer_object(parsed, {}, {"done": True, "done_reason": "load"}))
     new_reader: Callable[[], AnswerReader] = PlainAnswer
     if isinstance(asked, ChatRequest):
         prompt, new_reader = await encode_conversation(server, asked, len(body))
@@ -103,8 +101,7 @@ async def _answer(kind: type[ChatBody | GenerateBody], server: Server, request: 
         (text,) = asked.prompts
         assert isinstance(text, str)  # as the field
         prompt = await server.texts.run(len(body), lambda: encode_prompt(text, server.text_in, server.engine))
-    request_id = new_request_id(server, "ollama-", request)
-    formatter = OllamaFormatter(parsed, prompt, new_reader(), server.token_texts, request_id, began)
+    formatter = OllamaFormatter(server, parsed, prompt, new_reader(), new_request_id(server, "ollama-", request))
     return Generation(server, asked, [prompt], formatter, LINES)
 
 

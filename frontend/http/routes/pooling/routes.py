@@ -6,15 +6,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from quire.frontend.http.routes.pooling.entries import (
-    LabelEntries,
-    RankEntries,
-    ScoreEntries,
-    VectorEntries,
-)
+from quire.frontend.http.routes.pooling.entries import LabelEntries, RankEntries, ScoreEntries, VectorEntries
 from quire.frontend.http.routes.pooling.response import Entries, PooledHead, PooledResponse
+from quire.frontend.http.schema.pooling_bodies import ClassificationBody, EmbeddingBody, RerankBody, ScoreBody
 from quire.frontend.http.schema.pooling_requests import PooledRequest, PoolingParser
 from quire.frontend.http.serving.body import read_json
+from quire.frontend.http.serving.row import Row
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.pooling.comparisons import Scores
 
@@ -63,6 +60,15 @@ async def rerank(server: Server, request: Request) -> ASGIApp:
     answer = PooledHead.to(server, "rerank", request, parsed.model)
     entries = RankEntries(answer, Scores(comparison), documents, body.top_n, shown=shown)
     return _response(server, parsed, entries)
+
+
+ROUTES = (
+    Row("POST", "/v1/embeddings", embeddings, EmbeddingBody),
+    *(Row("POST", path, rerank, RerankBody) for path in ("/rerank", "/v1/rerank", COHERE_PATH)),
+    *(Row("POST", path, score, ScoreBody) for path in ("/score", "/v1/score")),
+    *(Row("POST", path, classify, ClassificationBody) for path in ("/classify", "/v1/classify")),
+    Row("POST", "/pooling", pooling, EmbeddingBody),
+)
 
 
 async def _read(server: Server, request: Request, parse: Callable[[PoolingParser, dict[str, Any]], T]) -> T:
