@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from quire.frontend.http.dialects.responses_body import ResponsesRequest, parse_responses
 from quire.frontend.http.dialects.responses_events import ResponsesFormatter, encode_request
-from quire.frontend.http.dialects.responses_input import input_items, sealed_summary
+from quire.frontend.http.dialects.responses_input import SUMMARY, input_items, sealed
 from quire.frontend.http.routes.formatter import Collected, Usage
 from quire.frontend.http.routes.generate import Generation
 from quire.frontend.http.schema.errors import ApiError
@@ -66,6 +66,6 @@ class _SummaryFormatter(ResponsesFormatter):
         summary = "".join(said).strip()
         if not summary:
             raise ApiError(422, "the model wrote no summary: send the conversation itself", "input", "request_failed")
-        item = {"id": f"cmp_{uuid.uuid4().hex}", "type": "compaction", "encrypted_content": sealed_summary(summary)}
+        item = {"id": f"cmp_{uuid.uuid4().hex}", "type": "compaction", "encrypted_content": sealed(SUMMARY, summary)}
         kept = {name: whole[name] for name in ("id", "created_at", "usage")}
         return msgspec.json.encode({**kept, "object": "response.compaction", "output": [item]})

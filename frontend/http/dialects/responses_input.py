@@ -19,26 +19,17 @@ THOUGHT, SUMMARY = "quire-thought:", "quire-summary:"
 """Prefixes of sealed text. It hides nothing: clients that keep no state send it back as it is."""
 
 
-def sealed_thought(text: str) -> str:
-    """Return the ``encrypted_content`` of a thought."""
-    return _sealed(THOUGHT, text)
-
-
-def sealed_summary(text: str) -> str:
-    """Return the ``encrypted_content`` of a compacted conversation."""
-    return _sealed(SUMMARY, text)
-
-
-def _sealed(prefix: str, text: str) -> str:
+def sealed(prefix: str, text: str) -> str:
+    """Return the ``encrypted_content`` of a thought, or of the summary of a conversation."""
     return prefix + base64.b64encode(text.encode()).decode()
 
 
-def _opened(prefix: str, sealed: str) -> str:
+def _opened(prefix: str, given: str) -> str:
     """Return the text that was sealed; "" if another server sealed it."""
-    if not sealed.startswith(prefix):
+    if not given.startswith(prefix):
         return ""
     try:
-        return base64.b64decode(sealed[len(prefix) :], validate=True).decode()
+        return base64.b64decode(given.removeprefix(prefix), validate=True).decode()
     except (binascii.Error, ValueError):
         return ""
 

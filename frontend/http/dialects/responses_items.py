@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.frontend.http.dialects.parts import Part
-from quire.frontend.http.dialects.responses_input import sealed_thought
+from quire.frontend.http.dialects.responses_input import THOUGHT, sealed
 from quire.frontend.http.dialects.responses_tools import ToolName
 from quire.frontend.http.routes.chat import ContentLogprob
 
@@ -110,8 +110,8 @@ class _ThoughtItem(_TextItem):
         self._seals = seals
 
     def _finish(self, status: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-        sealed = {"encrypted_content": sealed_thought("".join(self._texts))} if self._seals else {}
-        return super()._finish(status, **fields, **sealed)
+        more = {"encrypted_content": sealed(THOUGHT, "".join(self._texts))} if self._seals else {}
+        return super()._finish(status, **fields, **more)
 
     def _beside(self, logprobs: Sequence[ContentLogprob]) -> dict[str, Any]:
         return {}

@@ -1,6 +1,5 @@
 """Tools of the Responses API as functions of chat: custom tools, and functions in namespaces."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,6 @@ CUSTOM_PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 """A custom tool takes text: chat sees a function with this one argument."""
-VALID_NAME = re.compile("[A-Za-z0-9_-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +70,6 @@ def read_tools(given: list[dict[str, Any]], ignored: Ignored) -> Tools:
     for tool, namespace, where in _flat(given, ignored):
         kind = tool["type"]
         name = ToolName(string_at(tool, "name", where), namespace, kind == "custom")
-        if not VALID_NAME.fullmatch(name.in_chat):
-            allowed = "1 to 128 letters, digits, underscores or dashes, with its namespace"
-            raise wrong_value(f"{where}.name", allowed, name.in_chat)
         function: dict[str, Any] = {"name": name.in_chat}
         if description := string_at(tool, "description", where, default=""):
             function["description"] = description
