@@ -20,7 +20,6 @@ from quire.frontend.http.schema.schema import ChatRequest, Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.http.stored.stored_response import StoredResponse
-from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.frontend.text.message_form import INSTRUCTIONS
 from quire.protocol.errors import InvalidRequest, wrong_value
@@ -117,7 +116,6 @@ class ResponsesRequest:
         chain: id of the first response of the chain that it continues, or "".
         before: items of the conversation that ``previous_response_id`` names, as JSON.
         input: the request's own items, as JSON.
-        echo: fields that the response repeats.
     """
 
     body: ResponsesBody
@@ -126,11 +124,28 @@ class ResponsesRequest:
     chain: str
     before: tuple[bytes, ...]
     input: tuple[bytes, ...]
-    echo: dict[str, Any]
 
     @property
     def is_stored(self) -> bool:
         return self.body.store is not False
+
+    @property
+    def echo(self) -> dict[str, Any]:
+        """The fields that the response repeats, with the values that were used."""
+        body, tools = self.body, self.body.tools or ()
+        return {
+            **{name: getattr(body, name) for name in ECHOED},
+            **{name: getattr(self.chat.params, name) for name in ECHOED_PARAMS},
+            "instructions": body.instructions or None,
+            "metadata": body.metadata or {},
+            "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
+            "service_tier": "default",
+            "text": {"format": {"type": "text"}, **(body.text or {})},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [{**UNSET_OF_FUNCTION, **each} if each.get("type") == "function" else each for each in tools],
+            "top_logprobs": body.top_logprobs or 0,
+            "user": body.user or None,
+        }
 
     def store_in(
         self,
@@ -169,6 +184,10 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], stored: OwnResponses
     items = [*(msgspec.json.decode(item) for item in before), *own]
     if len(items) > MAX_MESSAGES:
         raise InvalidRequest(f"a conversation must have at most {MAX_MESSAGES} items (got {len(items)})", "input")
+    messages = chat_messages(body.instructions, items, len(before))
+    if not body.generate and all(message["role"] in INSTRUCTIONS for message in messages):
+        # A prompt needs a turn. The text before it is the same with the later turn.
+        messages.append({"role": "user", "content": ""})
     tools = read_tools(body.tools or [], ignored)
     reasoning = read(Reasoning, body.reasoning or {}, "reasoning", ignored=ignored)
     chat: dict[str, Any] = passed(raw) | {
@@ -176,7 +195,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], stored: OwnResponses
         "stream": body.stream,
         "stop": raw.get("stop"),
         "max_completion_tokens": body.max_output_tokens,
-        "messages": _messages(body, items, len(before)),
+        "messages": messages,
         "tools": tools.functions or None,
         "parallel_tool_calls": body.parallel_tool_calls,
         "prompt_cache_key": body.prompt_cache_key,
@@ -203,16 +222,7 @@ def parse_responses(parser: Parser, raw: Mapping[str, Any], stored: OwnResponses
         chain=chain,
         before=before,
         input=tuple(encoded(item, f"input[{i}]") for i, item in enumerate(own)),
-        echo=_echo(body, parsed),
     )
-
-
-def _messages(body: ResponsesBody, items: Sequence[Item], num_before: int) -> list[Message]:
-    messages = chat_messages(body.instructions, items, num_before)
-    if not body.generate and all(message["role"] in INSTRUCTIONS for message in messages):
-        # A prompt needs a turn. The text before it is the same with the later turn.
-        messages.append({"role": "user", "content": ""})
-    return messages
 
 
 def _check_supported(body: ResponsesBody) -> None:
@@ -255,21 +265,3 @@ def _format(given: dict[str, Any] | None, ignored: Ignored) -> dict[str, Any] | 
         return given
     described = members(JsonSchema, given, "text.format", ("type",), ignored=ignored)
     return {"type": "json_schema", "json_schema": {"name": "output", **described}}
-
-
-def _echo(body: ResponsesBody, parsed: ChatRequest) -> dict[str, Any]:
-    """Return the fields that a response repeats, with the values that were used."""
-    functions = [{**UNSET_OF_FUNCTION, **tool} if tool.get("type") == "function" else tool for tool in body.tools or ()]
-    return {
-        **{name: getattr(body, name) for name in ECHOED},
-        **{name: getattr(parsed.params, name) for name in ECHOED_PARAMS},
-        "instructions": body.instructions or None,
-        "metadata": body.metadata or {},
-        "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
-        "service_tier": "default",
-        "text": {"format": {"type": "text"}, **(body.text or {})},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": functions,
-        "top_logprobs": body.top_logprobs or 0,
-        "user": body.user or None,
-    }

@@ -36,9 +36,6 @@ class KeyQueues:
             raise InvalidRequest(text, None, "rate_limit_exceeded")
         return WaitingSequences(self._num_waiting, tenant, num_sequences)
 
-    def num_waiting(self, tenant: int) -> int:
-        return self._num_waiting[tenant]
-
 
 class WaitingSequences:
     """The waiting sequences of one request. A context manager: its exit removes those that are left."""
