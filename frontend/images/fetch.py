@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from typing import NamedTuple
 from urllib.parse import quote, urljoin
@@ -41,22 +42,15 @@ class Target(NamedTuple):
     path: str
 
 
+@dataclass(frozen=True, slots=True)
 class Fetcher:
     """Fetches URLs. Thread-safe; blocks its caller."""
 
-    def __init__(
-        self,
-        domains: Sequence[str],
-        max_bytes: int,
-        seconds: float = FETCH_SECONDS,
-        resolve: Resolve = resolve_public,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._domains = domains
-        self._max_bytes = max_bytes
-        self._seconds = seconds
-        self._resolve = resolve
-        self._tls = tls or ssl.create_default_context()
+    domains: Sequence[str]
+    max_bytes: int
+    seconds: float = FETCH_SECONDS
+    resolve: Resolve = resolve_public
+    tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
     def fetch(self, url: str) -> bytes:
         """Return the content of an http(s) URL.
@@ -65,7 +59,7 @@ class Fetcher:
             Refused: the URL or one that it redirects to is not allowed, or there is no answer with status 200 within
                 the limits. What a server sends is never repeated.
         """
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self.seconds
         target = self._checked(url)
         for _ in range(MAX_REDIRECTS + 1):
             found, before = self._get(target, deadline), target
@@ -83,7 +77,7 @@ class Fetcher:
             raise Refused(f"{prefix}must be http(s)://HOST/PATH of at most {MAX_URL_CHARS} characters")
         scheme, host = found[1].lower(), found[2].lower()
         port = int(found[3] or _PORTS[scheme])
-        if not any(_matches(domain, scheme, host, port) for domain in self._domains):
+        if not any(_matches(domain, scheme, host, port) for domain in self.domains):
             shown = "" if prefix else f" (got {printable(host)}{f':{port}' if found[3] else ''})"
             raise Refused(f"{prefix}must name a host that --allowed-media-domains allows{shown}")
         path = found[4] if found[4].startswith("/") else f"/{found[4]}"
@@ -92,7 +86,7 @@ class Fetcher:
     def _get(self, target: Target, deadline: float) -> bytes | str:
         """Return the body of an answer, or the URL that it redirects to."""
         is_tls, place = target.scheme == "https", (target.host, target.port)
-        connection = HTTPSConnection(*place, context=self._tls) if is_tls else HTTPConnection(*place)
+        connection = HTTPSConnection(*place, context=self.tls) if is_tls else HTTPConnection(*place)
         try:
             with closing(self._connect(target, deadline)) as connected:
                 # Not by a timeout of the socket, which begins anew with each byte.
@@ -109,17 +103,17 @@ class Fetcher:
             return answer
         except (OSError, HTTPException, ValueError) as error:
             if time.monotonic() >= deadline:
-                raise Refused(f"{_FAILED} within {self._seconds:g} s") from None
+                raise Refused(f"{_FAILED} within {self.seconds:g} s") from None
             why = ": the certificate is not valid" if isinstance(error, ssl.SSLCertVerificationError) else ""
             raise Refused(f"{_FAILED}{why}") from None
 
     def _connect(self, target: Target, deadline: float) -> socket.socket:
-        for place in self._resolve(target.host, target.port):
+        for place in self.resolve(target.host, target.port):
             with suppress(OSError):
                 plain = socket.create_connection(place, max(0.0, deadline - time.monotonic()))
                 if target.scheme == "http":
                     return plain
-                return self._tls.wrap_socket(plain, server_hostname=target.host, do_handshake_on_connect=False)
+                return self.tls.wrap_socket(plain, server_hostname=target.host, do_handshake_on_connect=False)
         raise OSError
 
     def _exchange(self, target: Target, connection: HTTPConnection) -> bytes | str:
@@ -132,9 +126,9 @@ class Fetcher:
                 return urljoin(target.url, location)
             if response.status != 200:
                 raise Refused(f"{_FAILED}: its host answered with status {response.status}")
-            body = response.read(self._max_bytes + 1)
-            if len(body) > self._max_bytes:
-                raise Refused(f"must be a file of at most {self._max_bytes} bytes")
+            body = response.read(self.max_bytes + 1)
+            if len(body) > self.max_bytes:
+                raise Refused(f"must be a file of at most {self.max_bytes} bytes")
             if response.length:
                 raise IncompleteRead(b"", response.length)
             return body

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.source import ImageSource, StoredImage
-from quire.protocol.errors import InvalidRequest, printable, wrong_value
+from quire.protocol.errors import InvalidRequest, wrong_value
 
 IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")
 """Types of parts: of chat, of Responses, of Messages and transformers, and of vLLM's offline API."""
@@ -104,8 +104,3 @@ def _png(value: Any, where: str) -> bytes:
 
 def is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
-
-
-def refused_part(where: str, kind: str, why: str) -> InvalidRequest:
-    """Return the error for a part of another type than text where only text is read."""
-    return InvalidRequest(f"{where}.type must be text (got {printable(kind)}): {why}", f"{where}.type")

@@ -8,8 +8,8 @@ import msgspec
 
 from quire.frontend.images.source import ImageSource
 from quire.frontend.text.chat_template import Message
-from quire.frontend.text.image_parts import PartAt, image_source, is_image, refused_part
-from quire.protocol.errors import InvalidRequest, wrong_value
+from quire.frontend.text.image_parts import PartAt, image_source, is_image
+from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 MAX_MESSAGES = 8192
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -154,13 +154,14 @@ def _part(part: Any, where: str, role: str, images: list[ImageSource] | None) ->
         part, where = part.part, part.where
     fields: Mapping[str, Any] = part if isinstance(part, dict) else {}
     kind = fields.get("type")
-    if images is not None and is_image(part):
-        if role not in IMAGE_ROLES:
-            raise refused_part(where, str(kind), "images are read in messages of user and tool only")
-        images.append(image_source(fields, where))
-        return {"type": "image"}
     if isinstance(kind, str) and kind not in ("text", "refusal"):
-        raise refused_part(where, kind, TEXT_ONLY if images is None else "this server reads text and images only")
+        why = TEXT_ONLY if images is None else "this server reads text and images only"
+        if images is not None and is_image(part):
+            if role in IMAGE_ROLES:
+                images.append(image_source(fields, where))
+                return {"type": "image"}
+            why = "images are read in messages of user and tool only"
+        raise InvalidRequest(f"{where}.type must be text (got {printable(kind)}): {why}", f"{where}.type")
     text = fields.get(kind) if isinstance(kind, str) else None
     if not isinstance(text, str):
         raise wrong_value(where, 'a text part, {"type": "text", "text": "..."}', part)

@@ -297,11 +297,7 @@ class TextIn:
         return marked
 
     def marked(self, text: str, max_tokens: int) -> str:
-        """Return a text for a place in a rendered conversation, with marks as ``render_chat`` writes them.
-
-        Raises:
-            InvalidRequest: it is too long.
-        """
+        """Return a text for a place in a rendered conversation, with marks; raise InvalidRequest if it is too long."""
         self._refuse_overlong(self._require_tokenizer("messages"), text, max_tokens, "messages")
         plain: str = mark_special(mark_special(text, None), self._special)
         return plain

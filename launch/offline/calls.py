@@ -1,12 +1,12 @@
 """The calls of one ``LLM``, which run one after the other."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import msgspec
@@ -19,8 +19,7 @@ from quire.frontend.images.given_rows import RowsReader
 from quire.frontend.images.reader import ImageReader
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.decisions.asking import Asker
-from quire.frontend.text.decisions.questions import read_questions
-from quire.frontend.text.decisions.reads import Answer, Decisions
+from quire.frontend.text.decisions.questions import Answer, read_questions
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.parsing.choose_format import AnswerFormat, choose_format
@@ -48,7 +47,7 @@ from quire.launch.offline.request_output import RequestOutput
 from quire.launch.offline.running import RunningRequest, check_startable, num_shared
 from quire.launch.offline.samples import PromptSamples
 from quire.protocol.config import EngineConfig
-from quire.protocol.errors import ConfigError, InvalidRequest, did_you_mean
+from quire.protocol.errors import ConfigError, InvalidRequest
 from quire.protocol.request import plugins
 from quire.protocol.request.pooling_params import PoolingParams
 from quire.protocol.request.sampling_params import SamplingParams
@@ -216,18 +215,16 @@ class OfflineCalls:
         """Answer questions about one conversation; arguments as of ``LLM.decide``."""
         check_known("LLM.decide()", options, RequestOptions)
         self.capabilities.require_generation("LLM.decide")
-        asked = read_questions(questions, _refuse)
+        asked = read_questions(questions)
         messages, for_template = self.conversation(given, ChatOptions(variables=variables))
-        asker = Asker(messages, for_template, self._text_in, self.client, self._markers)
-        made = Decisions([asker.ask(question) for question in asked])
+        made = Asker(messages, for_template, self._text_in, self.client, self._markers).ask(asked)
         (terms,) = terms_for(options, 1, self._adapters)
-        for reads in made.stages:
-            with self._names(len(reads)) as names:
-                parts = [
-                    ReadPart(self.client, name, terms, made, read) for name, read in zip(names, reads, strict=True)
-                ]
+        for begin, end in pairwise([0, *made.ends]):
+            with self._names(end - begin) as names:
+                pairs = zip(names, made.reads[begin:end], strict=True)
+                parts = [ReadPart(self.client, name, terms, read) for name, read in pairs]
                 self._finish(parts, len(parts), {})
-        return made.answers()
+        return [each.answer() for each in made.asked]
 
     def _finish(self, parts: ListLike[BatchPart], num_prompts: int, options: Mapping[str, Any]) -> None:
         """Run the sequences of a call until all have ended, or none runs any more."""
@@ -267,7 +264,3 @@ class OfflineCalls:
     @cached_property
     def _input_encoder(self) -> InputEncoder:
         return InputEncoder(self._text_in, self.client, self.capabilities.require_pooling("LLM"))
-
-
-def _refuse(name: str, known: Collection[str]) -> None:
-    raise InvalidRequest(f"unknown field {name}{did_you_mean(name, known)}", name, "unknown_parameter")

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from quire.frontend.engine.session import controls_of_pause
 from quire.frontend.images.make import make_readers
 from quire.frontend.images.options import ImageOptions
-from quire.frontend.text.decisions.reads import Answer
+from quire.frontend.text.decisions.questions import Answer
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.frontend.text.prompts import check_template_variables, encode_messages, template_variables
 from quire.frontend.text.text_in import ChatOptions, TextIn

@@ -61,3 +61,16 @@ def test_a_conversation_about_two_pictures(server: Served) -> None:
     third = httpx.post(f"{server.url}/v1/messages", json={"model": "demo-vision", **asked}, timeout=60).json()
     assert third["content"][0]["text"] == "The digit is 1."
     assert server.metrics()["quire:num_encoder_runs_total"] == 2, "one of each picture"
+
+
+def test_decisions_about_two_pictures(server: Served) -> None:
+    """All questions about a picture, which are prompts of their own, share it."""
+    before = server.metrics()["quire:num_encoder_runs_total"]
+    choices = [{"value": "A blue circle."}, {"value": "A red 3."}]
+    asked = [{"type": "choice", "instructions": f"What is in image {i}?", "choices": choices} for i in "ABC"]
+    for kind, color, value in (("circle", "blue", "A blue circle."), ("3", "red", "A red 3.")):
+        image = {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(kind, color)}"}
+        given = [{"role": "user", "content": [image, {"type": "input_text", "text": "What is in this image?"}]}]
+        answer = httpx.post(f"{server.url}/v1/decisions", json={"input": given, "questions": asked}, timeout=60).json()
+        assert [each["choice"] for each in answer["answers"]] == [value] * 3
+    assert server.metrics()["quire:num_encoder_runs_total"] - before == 2, "one of each picture"

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.frontend.http.dialects.text_parts import encoded, list_at, object_at, string_at
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.image_parts import PartAt, is_image
 from quire.frontend.text.message_checks import MAX_MESSAGES, joined
+from quire.frontend.text.text_parts import encoded, list_at, object_at, string_at
 from quire.protocol.errors import InvalidRequest, printable, wrong_value
 
 ROLES = ("user", "assistant", "system")

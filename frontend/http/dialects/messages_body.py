@@ -8,12 +8,12 @@ import msgspec
 
 from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed, set_thinking
 from quire.frontend.http.dialects.messages_blocks import chat_messages
-from quire.frontend.http.dialects.text_parts import object_at, string_at
 from quire.frontend.http.schema.bodies import Effort
 from quire.frontend.http.schema.errors import THREAD_UNSUPPORTED
 from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.schema import ChatRequest, Parser
 from quire.frontend.http.schema.unknown_fields import Ignored
+from quire.frontend.text.text_parts import object_at, string_at
 from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.request.sampling_params import MAX_TOKENS_LIMIT, check_int
 

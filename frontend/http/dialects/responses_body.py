@@ -12,7 +12,6 @@ from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS, passed, rena
 from quire.frontend.http.dialects.responses_input import Item, chat_messages, input_items
 from quire.frontend.http.dialects.responses_items import response_of
 from quire.frontend.http.dialects.responses_tools import Tools, chat_choice, enforce_grammars, read_tools
-from quire.frontend.http.dialects.text_parts import encoded, string_at
 from quire.frontend.http.schema.bodies import Effort, JsonSchema
 from quire.frontend.http.schema.errors import ApiError, shorten
 from quire.frontend.http.schema.reading import members, read
@@ -22,6 +21,7 @@ from quire.frontend.http.stored.response_store import OwnResponses
 from quire.frontend.http.stored.stored_response import StoredResponse
 from quire.frontend.text.message_checks import MAX_MESSAGES
 from quire.frontend.text.message_form import INSTRUCTIONS
+from quire.frontend.text.text_parts import encoded, string_at
 from quire.protocol.errors import InvalidRequest, wrong_value
 
 UNSUPPORTED = {

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.frontend.http.dialects.responses_tools import ToolName
-from quire.frontend.http.dialects.text_parts import encoded, joined_parts, joined_text, list_at, object_at, string_at
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.message_form import INSTRUCTIONS
+from quire.frontend.text.text_parts import encoded, joined_parts, joined_text, list_at, object_at, string_at
 from quire.protocol.errors import InvalidRequest, wrong_value
 
 Item = Mapping[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXT_KINDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+TEXT_KINDS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_json")
 THOUGHT, SUMMARY = "quire-thought:", "quire-summary:"
 """Prefixes of sealed text. It hides nothing: clients that keep no state send it back as it is."""
 

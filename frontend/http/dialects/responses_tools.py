@@ -6,10 +6,10 @@ from typing import Any
 
 from msgspec import structs
 
-from quire.frontend.http.dialects.text_parts import list_at, object_at, string_at
 from quire.frontend.http.schema.errors import shorten
 from quire.frontend.http.schema.schema import ChatRequest
 from quire.frontend.http.schema.unknown_fields import Ignored
+from quire.frontend.text.text_parts import list_at, object_at, string_at
 from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.request.structured_outputs import StructuredOutputs
 

@@ -1,14 +1,13 @@
 """Questions as prompts: a conversation, of which all of them have the tokens, then one question each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
+from functools import cache
 
 from quire.frontend.text.chat_template import Message
-from quire.frontend.text.decisions.questions import Question
-from quire.frontend.text.image_parts import MessageImages
-from quire.frontend.text.prompts import ModelLimits, Prompt, Spans, conversation_prompt
+from quire.frontend.text.decisions.questions import Question, question_text
+from quire.frontend.text.decisions.reads import Asked, Decisions, Tokens
+from quire.frontend.text.prompts import ModelLimits, Spans, conversation_prompt
 from quire.frontend.text.text_in import ChatOptions, TextIn, context_length_exceeded
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.thinking import ThinkingState, without_plain
@@ -22,15 +21,6 @@ PLACE, ANSWER = "quire-asks-here", "quire-answers-here"
 """Texts that stand for the question and the answer in a rendering."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A question as tokens. ``answers``: those of each allowed answer, as the model is to write it."""
-
-    question: Question
-    prompt: Prompt
-    answers: list[tuple[int, ...]]
-
-
 class Asker:
     """Asks questions about one conversation, which is rendered and tokenized once for all of them."""
 
@@ -42,16 +32,14 @@ class Asker:
         limits: ModelLimits,
         markers: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        """
-        Args:
-            messages: the result of ``check_messages``.
-            markers: token ids of the thinking markers; empty without.
+        """``messages``: the result of ``check_messages``; ``markers``: tokens of the thinking markers, or empty.
 
         Raises:
             InvalidRequest: as ``encode_messages``, or the template does not write messages as they are.
         """
-        self._options, self._text_in, self._limits, self._markers = options, text_in, limits, markers
-        rendered = text_in.render_chat(_with_question(messages), options, limits.max_model_len)
+        self._options, self._text_in, self._limits = options, text_in, limits
+        asking = _with_question(messages)
+        rendered = text_in.render_chat(asking, options, limits.max_model_len)
         head, found, self._end = rendered.rpartition(PLACE)
         if not found:
             text = "this model's chat template does not write the text of messages as it is"
@@ -59,75 +47,53 @@ class Asker:
         self._first = head.removesuffix(LEAD[1])
         self._then = head[len(self._first) :]
         self._shared = text_in.encode_marked(self._first)
-        whole = text_in.encode_conversation(rendered)
-        self._is_cut = self._joined(self._then + PLACE + self._end) == whole
-        self._closing = self._closing_tokens(*whole)
-        self._lead = self._before_answer()
-        self._answers: dict[str, tuple[int, ...]] = {}
+        ids, plain = text_in.encode_conversation(rendered)
+        self._is_cut = self._joined(self._then + PLACE + self._end) == (ids, plain)
+        start, end = markers
+        # The template may leave a thought open, although thinking is off: then its end follows.
+        is_open = bool(start) and ThinkingState(start, end, without_plain(ids, plain).tolist()).is_open
+        self._closing = [*end] if is_open else []
+        # Llama 2's writes a blank between the prompt and an answer.
+        answered = text_in.render_chat(
+            [*asking, {"role": "assistant", "content": ANSWER}],
+            replace(options, add_generation_prompt=False),
+            limits.max_model_len,
+        )
+        blanks = answered.rpartition(ANSWER)[0].rpartition(PLACE)[2].removeprefix(self._end)
+        self._blanks = blanks if blanks.isspace() else ""
+        self._answer_tokens = cache(self._encode_answer)
 
-    def ask(self, question: Question) -> Asked:
-        """Return the question as tokens.
+    def ask(self, questions: Sequence[Question]) -> Decisions:
+        """Return what must be read; raise InvalidRequest, with its path, for a question that cannot be asked."""
+        return Decisions([self._ask(question, f"questions[{i}]") for i, question in enumerate(questions)])
 
-        Raises:
-            InvalidRequest: it does not fit into the context, or two of its answers have the same tokens.
-        """
+    def _ask(self, question: Question, where: str) -> Asked:
+        most, text = self._limits.max_model_len, question_text(question, where)
         try:
-            written = self._text_in.marked(question.text, self._limits.max_model_len)
-            rest = self._then + written + self._end
+            rest = self._then + self._text_in.marked(text, most) + self._end
             ids, plain = self._joined(rest) if self._is_cut else self._text_in.encode_conversation(self._first + rest)
-            prompt = conversation_prompt(
-                [*ids, *self._closing], plain, rest, self._options, self._text_in, self._limits
-            )
-            answers = [self._tokens(answer) for answer in question.answers]
+            ids = [*ids, *self._closing]
+            prompt = conversation_prompt(ids, plain, rest, self._options, self._text_in, self._limits)
+            answers = [self._answer_tokens(answer) for answer, _ in question.options()]
         except InvalidRequest as error:
-            raise InvalidRequest(error.message, question.where, error.code) from None
+            raise InvalidRequest(error.message, where, error.code) from None
         if len(set(answers)) < len(answers) or () in answers:
-            text = f"{question.where} has answers that this model's tokenizer cannot tell apart"
-            raise InvalidRequest(text, question.where, "unsupported_value")
-        if (size := len(prompt.token_ids) + max(map(len, answers)) - 1) >= self._limits.max_model_len:
-            raise context_length_exceeded(self._limits.max_model_len, str(size), question.where)
-        return Asked(question, prompt, answers)
+            why = "that are equal, or that this model's tokenizer cannot tell apart"
+            raise InvalidRequest(f"{where} has answers {why}", where, "unsupported_value")
+        if (size := len(ids) + max(map(len, answers)) - 1) >= most:
+            raise context_length_exceeded(most, str(size), where)
+        return Asked(question, where, prompt, answers)
 
     def _joined(self, rest: str) -> tuple[list[int], Spans]:
         (shared, before), (ids, plain) = self._shared, self._text_in.encode_marked(rest)
         return [*shared, *ids], [*before, *((begin + len(shared), end + len(shared)) for begin, end in plain)]
 
-    def _closing_tokens(self, ids: list[int], plain: Spans) -> list[int]:
-        """Return the marker that ends the thoughts which the template leaves open, if it does."""
-        start, end = self._markers
-        is_open = bool(start) and ThinkingState(start, end, without_plain(ids, plain).tolist()).is_open
-        return [*end] if is_open else []
-
-    def _before_answer(self) -> str:
-        """Return the blanks that the template writes between the prompt and an answer, as Llama 2's does."""
-        turns: list[Message] = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": ANSWER}]
-        asks, answers = (
-            replace(self._options, add_generation_prompt=opens, images=MessageImages()) for opens in (True, False)
-        )
-        prompt = self._text_in.render_chat(turns[:1], asks, self._limits.max_model_len)
-        begin, found, _ = self._text_in.render_chat(turns, answers, self._limits.max_model_len).partition(ANSWER)
-        blanks = begin[len(prompt) :]
-        return blanks if found and begin.startswith(prompt) and blanks.isspace() else ""
-
-    def _tokens(self, answer: str) -> tuple[int, ...]:
+    def _encode_answer(self, answer: str) -> Tokens:
         """Return the tokens of an answer behind the prompt, which a tokenizer may write otherwise at its beginning."""
-        if answer not in self._answers:
-            encode, text = self._text_in.encode_rendered, self._text_in.marked(answer, self._limits.max_model_len)
-            before, ids = encode(self._end), encode(self._end + self._lead + text)
-            follows = ids[: len(before)] == before and not self._closing
-            self._answers[answer] = tuple(ids[len(before) :] if follows else encode(self._lead + text))
-        return self._answers[answer]
-
-
-def num_shared(asked: Sequence[Asked]) -> int:
-    """Return the number of tokens with which all prompts begin."""
-    first, *others = (each.prompt.token_ids for each in asked)
-    shared = len(first)
-    for ids in others:
-        shared = min(shared, len(ids))
-        differs = np.flatnonzero(first[:shared] != ids[:shared])
-        shared = int(differs[0]) if len(differs) else shared
-    return shared
+        encode, text = self._text_in.encode_rendered, self._text_in.marked(answer, self._limits.max_model_len)
+        before, ids = encode(self._end), encode(self._end + self._blanks + text)
+        follows = ids[: len(before)] == before and not self._closing
+        return tuple(ids[len(before) :] if follows else encode(self._blanks + text))
 
 
 def _with_question(messages: Sequence[Message]) -> list[Message]:

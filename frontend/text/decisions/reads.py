@@ -1,13 +1,14 @@
 """The log probabilities that questions need, and the answers that follow from them."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from quire.frontend.text.decisions.asking import Asked, num_shared
+from quire.frontend.text.decisions.questions import Answer, Question
 from quire.frontend.text.prompts import Prompt
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.request.sampling_params import MAX_CANDIDATES, SamplingParams
@@ -16,133 +17,107 @@ from quire.protocol.wire.logprobs import TokenLogprobs
 MAX_READS = 16_384
 """Most positions at which one request reads the model's distribution."""
 
-
-class AnswerProbability(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``value``: that of a choice, or the number of a level, from 0. ``label``: of a level."""
-
-    value: str | bool | int
-    probability: float
-    label: str | None = None
-
-
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer to one question; fields of other types of questions are None.
-
-    Attributes:
-        type: predicate, choice or score.
-        name: the question's.
-        probability: that a predicate is true.
-        choice: the most likely value.
-        score: the mean of the levels' numbers.
-        confidence: of a choice or score: how likely the model writes the most likely answer, among all texts.
-        probabilities: of each choice or level, in the order of the question; their sum is 1.
-    """
-
-    type: str
-    name: str | None
-    probability: float | None = None
-    choice: str | bool | None = None
-    score: float | None = None
-    confidence: float | None = None
-    probabilities: list[AnswerProbability] | None = None
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """One position: the last one of a prompt and of the tokens behind it.
+class Asked:
+    """A question as tokens, and what has been read for it.
 
     Attributes:
-        question: index of the question.
-        prompt: with ``path``.
-        path: the first tokens of an answer.
-        token_ids: the tokens whose log probabilities are read there; without any, only the prompt is computed.
+        where: path of the question in the request.
+        answers: the tokens of each allowed answer, as the model is to write it.
+        logprobs: of the last token of each beginning of an answer.
     """
 
-    question: int
+    question: Question
+    where: str
     prompt: Prompt
-    path: tuple[int, ...]
+    answers: list[Tokens]
+    logprobs: dict[Tokens, float] = field(default_factory=dict)
+
+    def reads(self) -> Iterator["Read"]:
+        """Yield what must be read, before ``answer``."""
+        following: dict[Tokens, dict[int, None]] = {}
+        for tokens in self.answers:
+            for length, token in enumerate(tokens):
+                following.setdefault(tokens[:length], {})[token] = None
+        for path, found in following.items():
+            ids = [*found]
+            for begin in range(0, len(ids), MAX_CANDIDATES):
+                yield Read(self, path, ids[begin : begin + MAX_CANDIDATES])
+
+    def answer(self) -> Answer:
+        """Return the answer.
+
+        The probability of an allowed answer is that of its whole token sequence: the product of those of its tokens,
+        each read behind the tokens before it. If others begin with it, theirs are subtracted: it is what is written if
+        none of them is. Then all are divided by their sum.
+
+        Raises:
+            InvalidRequest: no answer has a probability, as with a plugin that forbids all of them.
+        """
+        sums = {ids: sum(self.logprobs[ids[: end + 1]] for end in range(len(ids))) for ids in self.answers}
+        highest = max(sums.values())
+        if not math.isfinite(highest):
+            raise InvalidRequest(f"the model gives no answer of {self.where} a probability", self.where)
+        weights = {ids: math.exp(value - highest) for ids, value in sums.items()}
+        for ids in sorted(weights, key=len, reverse=True):  # those that begin with others first
+            for length in range(1, len(ids)):
+                if ids[:length] in weights:
+                    weights[ids[:length]] = max(weights[ids[:length]] - weights[ids], 0.0)
+        total, best = sum(weights.values()), max(weights.values())
+        confidence = min(best * math.exp(highest), 1.0)
+        return self.question.answer([weights[ids] / total for ids in self.answers], confidence)
+
+
+class Read(NamedTuple):
+    """One position: behind the prompt of a question and ``path``, the first tokens of an answer.
+
+    ``token_ids``: those whose log probabilities are read; without any, only the prompt is computed.
+    """
+
+    asked: Asked
+    path: Tokens
     token_ids: list[int]
 
     @property
     def params(self) -> SamplingParams:
         return SamplingParams(max_tokens=1, logprob_token_ids=self.token_ids)
 
-    def whole_prompt(self) -> Prompt:
-        return replace(self.prompt, token_ids=np.concatenate([self.prompt.token_ids, np.array(self.path, np.int32)]))
+    def prompt(self) -> Prompt:
+        prompt = self.asked.prompt
+        return replace(prompt, token_ids=np.concatenate([prompt.token_ids, np.array(self.path, np.int32)]))
+
+    def note(self, found: Iterable[TokenLogprobs] | None) -> None:
+        """Keep the result: the log probabilities of its one output token."""
+        for each in found or ():
+            self.asked.logprobs.update(((*self.path, token), value) for token, value in each.top)
 
 
 class Decisions:
-    """The questions of one request: what must be read in the engine, and then the answers.
-
-    An answer's probability is that of its whole token sequence: the product of those of its tokens, each read behind
-    the tokens before it. If other allowed answers begin with it, theirs are subtracted: it is what is written if none
-    of them is. The probabilities of a question's answers are then divided by their sum.
+    """The questions of one request. Once all reads are noted, each has its answer.
 
     Attributes:
-        stages: reads that may run together, after those of the stages before, whose blocks they find in the prefix
-            cache: what all prompts begin with, then each question, then the inner tokens of its answers.
+        reads: in stages: what all prompts begin with, then each question, then the inner tokens of its answers.
+        ends: where each stage ends. It finds in the prefix cache what those before it have computed.
         num_tokens: number of tokens, those that all prompts begin with once.
     """
 
     def __init__(self, asked: Sequence[Asked]) -> None:
         """Raise InvalidRequest if these are too many reads."""
-        self._asked = asked
-        self._logprobs: list[dict[tuple[int, ...], float]] = [{} for _ in asked]
-        """By question: of the last token of each sequence."""
-        reads = [read for i, each in enumerate(asked) for read in _reads(i, each)]
+        self.asked = asked
+        reads = [read for each in asked for read in each.reads()]
         if len(reads) > MAX_READS:
             text = f"the answers of all questions must have at most {MAX_READS} beginnings (got {len(reads)} in tokens)"
             raise InvalidRequest(f"{text}: ask fewer questions, or give choices shorter values", "questions")
-        shared = num_shared(asked)
-        prefix = replace(asked[0].prompt, token_ids=asked[0].prompt.token_ids[:shared], plain_spans=())
-        begin = [Read(0, prefix, (), [])] if len(asked) > 1 and shared else []
-        stages = begin, [read for read in reads if not read.path], [read for read in reads if read.path]
-        self.stages = [stage for stage in stages if stage]
-        self.num_tokens = shared + sum(len(each.prompt.token_ids) - shared for each in asked)
-
-    def note(self, read: Read, found: Iterable[TokenLogprobs]) -> None:
-        """Keep the result of a read: the log probabilities of its one output token."""
-        for each in found:
-            self._logprobs[read.question].update(((*read.path, token), value) for token, value in each.top)
-
-    def answers(self) -> list[Answer]:
-        """Return the answers, in the order of the questions, once all reads are noted."""
-        return [_answer(each, found) for each, found in zip(self._asked, self._logprobs, strict=True)]
-
-
-def _reads(index: int, asked: Asked) -> Iterable[Read]:
-    following: dict[tuple[int, ...], dict[int, None]] = {}
-    for answer in asked.answers:
-        for length, token in enumerate(answer):
-            following.setdefault(answer[:length], {})[token] = None
-    for path, tokens in following.items():
-        ids = [*tokens]
-        for begin in range(0, len(ids), MAX_CANDIDATES):
-            yield Read(index, asked.prompt, path, ids[begin : begin + MAX_CANDIDATES])
-
-
-def _answer(asked: Asked, logprobs: dict[tuple[int, ...], float]) -> Answer:
-    question = asked.question
-    sums = {ids: sum(logprobs[ids[: end + 1]] for end in range(len(ids))) for ids in asked.answers}
-    highest = max(sums.values())
-    if not math.isfinite(highest):
-        raise InvalidRequest(f"the model gives no answer of {question.where} a probability", question.where)
-    weights = {ids: math.exp(value - highest) for ids, value in sums.items()}
-    for ids in sorted(weights, key=len, reverse=True):  # those that begin with others first
-        for length in range(1, len(ids)):
-            if ids[:length] in weights:
-                weights[ids[:length]] = max(weights[ids[:length]] - weights[ids], 0.0)
-    total = sum(weights.values())
-    each = [weights[ids] / total for ids in asked.answers]
-    best = max(range(len(each)), key=each.__getitem__)
-    confidence = min(weights[asked.answers[best]] * math.exp(highest), 1.0)
-    if question.kind == "predicate":
-        return Answer("predicate", question.name, probability=each[0])
-    if question.kind == "choice":
-        found = [AnswerProbability(*pair) for pair in zip(question.values, each, strict=True)]
-        return Answer("choice", question.name, choice=question.values[best], confidence=confidence, probabilities=found)
-    found = [
-        AnswerProbability(i, p, str(label)) for i, (label, p) in enumerate(zip(question.values, each, strict=True))
-    ]
-    score = sum(i * p for i, p in enumerate(each))
-    return Answer("score", question.name, score=score, confidence=confidence, probabilities=found)
+        shared = asked[0].prompt.token_ids
+        for each in asked:
+            most = min(len(shared), len(each.prompt.token_ids))
+            differs = np.flatnonzero(shared[:most] != each.prompt.token_ids[:most])
+            shared = shared[: differs[0] if len(differs) else most]
+        begin = Read(replace(asked[0], prompt=replace(asked[0].prompt, token_ids=shared)), (), [])
+        own, inner = ([read for read in reads if bool(read.path) is has_path] for has_path in (False, True))
+        stages = [begin] if len(asked) > 1 else [], own, inner
+        self.reads, self.ends = [*chain(*stages)], [*accumulate(map(len, stages))]
+        self.num_tokens = len(shared) + sum(len(each.prompt.token_ids) - len(shared) for each in asked)

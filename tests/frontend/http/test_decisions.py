@@ -84,33 +84,33 @@ def test_conversations(client: Any, engine: FakeEngine, text_in: TextIn) -> None
         assert "hi\n[{}]" in text and text.index("[{}]") < text.index("Is this true?")
 
 
-QUESTIONS = "questions must be a list of 1 to 400 questions"
-CHOICES = "questions[0].choices must be a list of 2 to 255 objects"
-
-
 @pytest.mark.parametrize(
     ("fields", "says", "param"),
     [
         ({"input": None}, "input is required", "input"),
         ({"questions": None}, "questions is required", "questions"),
-        ({"questions": []}, f"{QUESTIONS} (got 0 entries)", "questions"),
-        ({"questions": [PREDICATE] * 401}, f"{QUESTIONS} (got 401 entries)", "questions"),
-        ({"questions": "x"}, QUESTIONS, "questions"),
-        ({"questions": [5]}, "questions[0] must be an object (got 5)", "questions[0]"),
-        ({"questions": [{"type": "box"}]}, "must be one of predicate, choice, score (got 'box')", "questions[0].type"),
-        ({"questions": [PREDICATE | {"name": 5}]}, "must be a string (got 5)", "questions[0].name"),
-        ({"questions": [PREDICATE | {"instructions": " "}]}, "must not be blank", "questions[0].instructions"),
-        ({"questions": [PREDICATE | {"instructions": 5}]}, "a string or a list of parts", "questions[0].instructions"),
+        ({"questions": []}, "Expected `array` of length >= 1", "questions"),
+        ({"questions": [PREDICATE] * 401}, "Expected `array` of length <= 400", "questions"),
+        ({"questions": "x"}, "questions: Expected `array`, got `str`", "questions"),
+        ({"questions": [5]}, "questions[0]: Expected `object`, got `int`", "questions[0]"),
+        ({"questions": [{"type": "box"}]}, "'box', must be predicate, choice or score", "questions[0].type"),
+        ({"questions": [{"type": "predicate"}]}, "missing required field `instructions`", "questions[0]"),
+        ({"questions": [PREDICATE | {"name": 5}]}, "Expected `str | null`, got `int`", "questions[0].name"),
+        ({"questions": [PREDICATE | {"instructions": 5}]}, "Expected `str | array`", "questions[0].instructions"),
         (
             {"questions": [PREDICATE | {"instructions": [{"type": "input_image", "image_url": "x"}]}]},
-            "must be input_text with text, or input_json with an object or a list as data (got 'input_image')",
+            "must be one of input_text, input_json (got 'input_image')",
             "questions[0].instructions[0].type",
         ),
-        ({"questions": [CHOICE | {"choices": [{"value": "a"}]}]}, f"{CHOICES} (got 1 entries)", None),
-        ({"questions": [CHOICE | {"choices": [{"value": str(i)} for i in range(256)]}]}, "got 256 entries", None),
-        ({"questions": [CHOICE | {"choices": [{"value": ""}, {"value": "a"}]}]}, "not blank, or true or false", None),
-        ({"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]}, "must be unique (got 'a' twice)", None),
-        ({"questions": [SCORE | {"levels": [{"label": True}, {"label": "a"}]}]}, "not blank (got True)", None),
+        ({"questions": [CHOICE | {"choices": [{"value": "a"}]}]}, "of length >= 2", "questions[0].choices"),
+        ({"questions": [CHOICE | {"choices": [{"value": str(i)} for i in range(256)]}]}, "of length <= 255", None),
+        ({"questions": [CHOICE | {"choices": [{"value": ""}, {"value": "a"}]}]}, "`str` of length >= 1", None),
+        ({"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]}, "questions[0] has answers that are equal", None),
+        (
+            {"questions": [SCORE | {"levels": [{"label": "a", "x": 1}, {"label": "b"}]}]},
+            "unknown field `x`",
+            "questions[0].levels[0]",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]", None),
         ({"input": "hello " * 999}, "This model's maximum context length is 256 tokens", "input"),
         ({"questions": [PREDICATE | {"instructions": "hi " * 999}]}, "maximum context length is 256", "questions[0]"),
@@ -126,10 +126,8 @@ def test_refusals(client: Any, engine: FakeEngine, fields: dict[str, Any], says:
 
 
 def test_unknown_fields_are_named(client: Any) -> None:
-    asked = SCORE | {"level": 1, "levels": [{"label": "a", "descripton": "x"}, {"label": "b"}]}
-    response = client.post(PATH, {"input": "hello", "questions": [asked], "joint": True})
-    names = response.headers["x-quire-ignored-fields"].split(",")
-    assert sorted(names) == ["joint", "questions.level", "questions.levels.descripton"]
+    response = client.post(PATH, {"input": "hello", "questions": [SCORE], "joint": True})
+    assert response.headers["x-quire-ignored-fields"] == "joint"
 
 
 def test_a_failed_read_ends_the_request_only(client: Any, engine: FakeEngine) -> None:

@@ -143,7 +143,7 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
         for name, tls, expected in (
             ("cdn.example.com", trusting, image_file()),
             ("a.cdn.example.com", trusting, "could not be fetched: the certificate is not valid"),
-            ("cdn.example.com", None, "could not be fetched: the certificate is not valid"),
+            ("cdn.example.com", TLS, "could not be fetched: the certificate is not valid"),
         ):
             fetcher = Fetcher(
                 ["cdn.example.com", "a.cdn.example.com"], 10_000, resolve=Resolver(server.server_port), tls=tls

@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 from quire.frontend.text.chat_template import ChatTemplate
-from quire.frontend.text.decisions.asking import Asked, Asker
-from quire.frontend.text.decisions.questions import Question
-from quire.frontend.text.decisions.reads import Decisions
+from quire.frontend.text.decisions.asking import Asker
+from quire.frontend.text.decisions.questions import Choice, ChoiceQuestion, Question, question_text
+from quire.frontend.text.decisions.reads import Asked, Decisions
 from quire.frontend.text.text_in import ChatOptions, TextIn
 from quire.protocol.errors import InvalidRequest
 
@@ -21,22 +21,27 @@ BLANK = (  # as Llama 2's
     "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} "
     "{% endif %}{% endfor %}"
 )
-LIMITS: Any = SimpleNamespace(max_model_len=256, vocab_size=420)
 LEAD = "\n\nRead the question below about the input above. Write one of its allowed answers as listed, and no more.\n\n"
 
 
 def question(text: str, *answers: str) -> Question:
-    return Question("choice", "questions[0]", None, text, answers, answers)
+    return ChoiceQuestion(instructions=text, choices=[Choice(value=answer) for answer in answers])
 
 
 def asked(
-    tokenizer: Tokenizer, template: str, *questions: Question, markers: Any = ((), ()), given: str = "hello"
+    tokenizer: Tokenizer,
+    template: str,
+    *questions: Question,
+    markers: Any = ((), ()),
+    given: str = "hello",
+    most: int = 256,
 ) -> tuple[TextIn, list[Asked]]:
     text_in = TextIn(Tokenizer.from_str(tokenizer.to_str()), ChatTemplate(template, {}, "test"))
     if markers[0]:
         text_in.protect(("<t>", "</t>"))
-    asker = Asker([{"role": "user", "content": given}], ChatOptions(), text_in, LIMITS, markers)
-    return text_in, [asker.ask(each) for each in questions]
+    limits: Any = SimpleNamespace(max_model_len=most, vocab_size=420)
+    asker = Asker([{"role": "user", "content": given}], ChatOptions(), text_in, limits, markers)
+    return text_in, [*asker.ask(questions).asked] if questions else []
 
 
 def joining(tokenizer: Tokenizer) -> Tokenizer:
@@ -54,12 +59,12 @@ def test_prompts_and_answers_are_tokenized_as_a_whole(
     tokenizer: Tokenizer, template: str, end: str, blank: str, is_joining: bool
 ) -> None:
     """Also text that looks like a special token stays text, in the question and in an answer."""
-    texts = ["Is it one?", "Which of 3?"]
+    questions = [question(text, "one two", "three") for text in ("Is it one?", "Which of 3?")]
     used = joining(tokenizer) if is_joining else tokenizer
-    text_in, found = asked(used, template, *(question(text, "one two", "three") for text in texts))
+    text_in, found = asked(used, template, *questions)
     begin = "<|im_start|>user\n" if template is CHATML else "[INST] "
-    for text, each in zip(texts, found, strict=True):
-        whole = text_in.encode(f"{begin}hello{LEAD}{text}{end}", add_special_tokens=False)
+    for each in found:
+        whole = text_in.encode(f"{begin}hello{LEAD}{question_text(each.question, '')}{end}", add_special_tokens=False)
         assert each.prompt.token_ids.tolist() == whole
         if not is_joining:
             answers = [text_in.encode(blank + answer, add_special_tokens=False) for answer in ("one two", "three")]
@@ -92,7 +97,8 @@ def test_refusals(tokenizer: Tokenizer, template: str, answers: tuple[str, ...],
 
 
 def test_too_many_reads_are_refused(tokenizer: Tokenizer) -> None:
-    _, (each,) = asked(tokenizer, CHATML, question("?", *(f"{i} one two three four five six" for i in range(255))))
+    choices = (f"{i} one two three four five six" for i in range(255))
+    _, (each,) = asked(tokenizer, CHATML, question("?", *choices), most=20_000)
     with pytest.raises(InvalidRequest, match=r"at most 16384 beginnings \(got \d+ in tokens\): ask fewer"):
         Decisions([each] * 20)
-    assert max(len(read.token_ids) for stage in Decisions([each]).stages for read in stage) <= 128
+    assert max(len(read.token_ids) for read in Decisions([each]).reads) <= 128

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from quire.frontend.http.dialects.chat_fields import PASSED_FIELDS, passed, renamed, set_thinking
-from quire.frontend.http.dialects.text_parts import list_at, object_at, string_at
 from quire.frontend.http.schema.foreign_fields import UNSUPPORTED, check_supported
 from quire.frontend.http.schema.reading import read
 from quire.frontend.http.schema.schema import ChatRequest, CompletionRequest, Parser
@@ -18,6 +17,7 @@ from quire.frontend.http.schema.unknown_fields import Ignored
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.image_parts import PartAt
 from quire.frontend.text.message_checks import joined
+from quire.frontend.text.text_parts import list_at, object_at, string_at
 from quire.protocol.errors import InvalidRequest, wrong_value
 from quire.protocol.request.sampling_params import MAX_LOGPROBS, MAX_TOKENS_LIMIT, check_int
 

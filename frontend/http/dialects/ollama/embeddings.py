@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 
 from quire.frontend.http.dialects.ollama.body import served_name
 from quire.frontend.http.routes.pooling.response import ENCODE, Entries, PooledHead, PooledResponse, PooledUsage
-from quire.frontend.http.routes.pooling.run import Outcome
+from quire.frontend.http.routes.pooling.run import PooledRun, Rows
 from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.schema.pooling_requests import PooledRequest, PoolingParser
 from quire.frontend.http.schema.reading import read
@@ -34,7 +34,7 @@ class EmbedBody(msgspec.Struct, frozen=True, kw_only=True):
     keep_alive: Any = None
 
 
-class _Vectors(Entries):
+class _Vectors(Entries[Rows]):
     """``began``: as of ``OllamaRequest``; None: the response is the one vector of /api/embeddings."""
 
     def __init__(self, answer: PooledHead, began: int | None) -> None:
@@ -46,7 +46,7 @@ class _Vectors(Entries):
             return b'{"embedding":'
         return ENCODE({"model": self.answer.model, "embeddings": []}).removesuffix(b"]}")
 
-    def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
+    def push(self, index: int, outcome: Rows | ApiError) -> Iterable[bytes]:
         if isinstance(outcome, ApiError):
             raise outcome  # the API has no place for the error of one input
         return [self._entry(outcome[0].tolist())]
@@ -70,7 +70,8 @@ async def embed(field: str, server: Server, request: Request) -> ASGIApp:
     if parsed is None:
         return json_response({"model": model, "embeddings": []} if field == "input" else {"embedding": []})
     answer = PooledHead.to(server, "embed", request, model)
-    return PooledResponse(server, server.input_encoder, parsed, _Vectors(answer, began if field == "input" else None))
+    run = PooledRun(server, parsed, answer.id)
+    return PooledResponse(server, run, _Vectors(answer, began if field == "input" else None))
 
 
 def _parse(server: Server, field: str, raw: Mapping[str, Any]) -> tuple[str, PooledRequest | None]:

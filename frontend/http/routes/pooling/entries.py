@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from quire.frontend.http.routes.pooling.response import ENCODE, Entries, PooledHead, PooledUsage
-from quire.frontend.http.routes.pooling.run import Outcome, Rows
+from quire.frontend.http.routes.pooling.run import Rows
 from quire.frontend.http.schema.errors import ApiError, ErrorDetail
 from quire.frontend.text.pooling.comparisons import Scores, ranking
 
@@ -14,7 +14,7 @@ PART_VALUES = 16_384
 """Values that are written as JSON at once, which takes about a millisecond."""
 
 
-class VectorEntries(Entries):
+class VectorEntries(Entries[Rows]):
     """Entries with a vector, or several, in the field of their kind's name.
 
     ``{"object": "embedding", "index", "embedding"}`` or ``{"object": "pooling", "index", "data"}``.
@@ -30,7 +30,7 @@ class VectorEntries(Entries):
         self._is_base64 = encoding_format == "base64"
         self._is_list_of_rows = is_list_of_rows
 
-    def push(self, index: int, outcome: Outcome) -> Iterator[bytes]:
+    def push(self, index: int, outcome: Rows | ApiError) -> Iterator[bytes]:
         entry = {"object": self._kind, "index": index}
         if isinstance(outcome, ApiError):
             yield self._entry(entry | {self._field: None, "error": outcome.detail()})
@@ -54,14 +54,14 @@ def _rows(rows: Rows) -> Iterator[bytes]:
         yield (b"," if begin else b"") + text
 
 
-class LabelEntries(Entries):
+class LabelEntries(Entries[Rows]):
     """``{"index", "label", "probs", "num_classes"}``."""
 
     def __init__(self, answer: PooledHead, labels: Sequence[str]) -> None:
         super().__init__(answer)
         self._labels = labels
 
-    def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
+    def push(self, index: int, outcome: Rows | ApiError) -> Iterable[bytes]:
         if isinstance(outcome, ApiError):
             return [self._entry({"index": index, "label": None, "probs": None, "error": outcome.detail()})]
         values = outcome[0].tolist()
@@ -69,14 +69,14 @@ class LabelEntries(Entries):
         return [self._entry({"index": index, "label": label, "probs": values, "num_classes": len(values)})]
 
 
-class ScoreEntries(Entries):
+class ScoreEntries(Entries[Rows]):
     """``{"index", "object": "score", "score"}``."""
 
     def __init__(self, answer: PooledHead, scores: Scores[ApiError]) -> None:
         super().__init__(answer)
         self._scores = scores
 
-    def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
+    def push(self, index: int, outcome: Rows | ApiError) -> Iterable[bytes]:
         score = self._scores.push(index, outcome)
         if score is None:
             return []
@@ -86,7 +86,7 @@ class ScoreEntries(Entries):
         return [self._entry(entry | {"score": score})]
 
 
-class RankEntries(Entries):
+class RankEntries(Entries[Rows]):
     """``{"id", "model", "results": [...], "usage"}``, the best result first: all results are known before the first.
 
     A result is ``{"index", "relevance_score"}``, and ``document`` if the client asked for it. Documents that failed are
@@ -108,7 +108,7 @@ class RankEntries(Entries):
     def head(self) -> bytes:
         return ENCODE({"id": self.answer.id, "model": self.answer.model, "results": []}).removesuffix(b"]}")
 
-    def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
+    def push(self, index: int, outcome: Rows | ApiError) -> Iterable[bytes]:
         score = self._scores.push(index, outcome)
         at = len(self._found) + len(self._failed)
         if isinstance(score, ApiError):

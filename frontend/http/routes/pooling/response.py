@@ -3,7 +3,8 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -11,13 +12,12 @@ from starlette.types import Receive, Scope, Send
 
 from quire.frontend.http.routes.formatter import PromptTokens
 from quire.frontend.http.routes.generate import WRITE_BYTES, new_request_id
-from quire.frontend.http.routes.pooling.run import Batch, Outcome, PooledInputs, PooledRun
-from quire.frontend.http.schema.pooling_requests import PooledRequest
+from quire.frontend.http.routes.pooling.run import InputRun
+from quire.frontend.http.schema.errors import ApiError
 from quire.frontend.http.serving.gate import IGNORED_FIELDS
 from quire.frontend.http.serving.server import Server
 from quire.frontend.http.serving.sse import run_until_disconnect
 from quire.frontend.http.serving.tracing import RequestSpan
-from quire.frontend.text.pooling.inputs import InputEncoder
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.process.log import event_logger
 from quire.protocol.request.sampling_params import SamplingParams
@@ -25,8 +25,7 @@ from quire.protocol.request.sampling_params import SamplingParams
 log = event_logger("http")
 
 ENCODE = msgspec.json.encode
-MAX_AT_ONCE = 64
-"""Inputs of a response that begins when all results are known, so that the failure of one has an error status."""
+T = TypeVar("T")
 
 
 class PooledUsage(msgspec.Struct, frozen=True):
@@ -47,7 +46,7 @@ class PooledHead(msgspec.Struct, frozen=True):
         return cls(new_request_id(server, f"{prefix}-", request), int(time.time()), model)
 
 
-class Entries(ABC):
+class Entries(ABC, Generic[T]):
     """Writes the JSON of one response: the list of its entries, and what is around it."""
 
     def __init__(self, answer: PooledHead) -> None:
@@ -61,7 +60,7 @@ class Entries(ABC):
         return ENCODE(around).removesuffix(b"]}")
 
     @abstractmethod
-    def push(self, index: int, outcome: Outcome) -> Iterable[bytes]:
+    def push(self, index: int, outcome: T | ApiError) -> Iterable[bytes]:
         """Return the parts of the entries that this outcome completes. Each entry but the first begins with a comma."""
 
     def tail(self, usage: PooledUsage) -> Iterable[bytes]:
@@ -74,29 +73,25 @@ class Entries(ABC):
         return (b"," if self._num_written > 1 else b"") + ENCODE(entry)
 
 
-class PooledResponse:
+class PooledResponse(Generic[T]):
     """Computes the inputs of a request and writes the response.
 
-    A response with more than MAX_AT_ONCE inputs is written as results arrive, and the entry of an input that fails has
-    an error. Memory is bounded by the window of ``PooledRun``: while the client does not read, nothing is submitted.
+    Unless the inputs fail together, the response is written as results arrive, and the entry of an input that fails has
+    an error. Memory is bounded by the window of ``InputRun``: while the client does not read, nothing is submitted.
     """
 
-    def __init__(self, server: Server, encoder: InputEncoder, request: PooledRequest, entries: Entries) -> None:
+    def __init__(self, server: Server, run: InputRun[T], entries: Entries[T]) -> None:
         self._server = server
-        self._encoder = encoder
-        self._request = request
+        self._run = run
         self._entries = entries
         self._finish = "abort"
         self._arrival = server.metrics.now()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, request_id = self._request, self._entries.answer.id
+        request, request_id = self._run.asked, self._entries.answer.id
         scope["state"][IGNORED_FIELDS] = request.ignored
-        self._is_at_once = len(request.inputs) <= MAX_AT_ONCE
-        terms = self._server.of_client(request.terms, scope)
-        inputs = PooledInputs(self._encoder, request)
-        self._run = PooledRun(self._server, inputs, request_id, terms, fails_together=self._is_at_once)
-        log.info("request", id=request_id, inputs=len(request.inputs), task=request.params.task)
+        self._terms = self._server.of_client(request.terms, scope)
+        log.info("request", id=request_id, inputs=self._run.num_inputs, task=self._run.task)
         try:
             await run_until_disconnect(receive, self._respond(send))
             self._finish = "stop"
@@ -119,10 +114,10 @@ class PooledResponse:
 
     async def _respond(self, send: Send) -> None:
         writer = _PooledWriter(send, self._entries.answer.id)
-        kept: Batch = []
+        kept: list[tuple[int, T | ApiError]] = []
         writer.parts.append(self._entries.head())
-        async for batch in self._run.results():
-            if self._is_at_once:
+        async for batch in self._run.results(self._terms):
+            if self._run.fails_together:
                 kept += batch
             elif await self._write(writer, batch):
                 await writer.flush()
@@ -133,7 +128,7 @@ class PooledResponse:
             await writer.write(part)
         await writer.finish()
 
-    async def _write(self, writer: "_PooledWriter", batch: Batch) -> bool:
+    async def _write(self, writer: "_PooledWriter", batch: Sequence[tuple[int, T | ApiError]]) -> bool:
         """Write the entries of a batch; return whether there were any."""
         has_any = False
         for index, outcome in batch:

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 
 from quire.frontend.http.routes.pooling.entries import LabelEntries, RankEntries, ScoreEntries, VectorEntries
 from quire.frontend.http.routes.pooling.response import Entries, PooledHead, PooledResponse
+from quire.frontend.http.routes.pooling.run import PooledRun, Rows
 from quire.frontend.http.schema.pooling_bodies import ClassificationBody, EmbeddingBody, RerankBody, ScoreBody
 from quire.frontend.http.schema.pooling_requests import PooledRequest, PoolingParser
 from quire.frontend.http.serving.body import read_json
@@ -78,5 +79,5 @@ async def _read(server: Server, request: Request, parse: Callable[[PoolingParser
     return parsed
 
 
-def _response(server: Server, parsed: PooledRequest, entries: Entries) -> ASGIApp:
-    return PooledResponse(server, server.input_encoder, parsed, entries)
+def _response(server: Server, parsed: PooledRequest, entries: Entries[Rows]) -> ASGIApp:
+    return PooledResponse(server, PooledRun(server, parsed, entries.answer.id), entries)

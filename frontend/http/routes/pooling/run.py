@@ -1,11 +1,12 @@
 """The inputs of one request in the engine: a bounded number at a time, results in their order."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,11 @@ from quire.frontend.engine.terms import Terms
 from quire.frontend.engine.update import Update
 from quire.frontend.http.schema.errors import ApiError, aborted_request, as_api_error, failed_request
 from quire.frontend.http.schema.pooling_requests import PooledRequest
+from quire.frontend.http.schema.schema import ChatRequest
 from quire.frontend.http.serving.metrics import SequenceClock
 from quire.frontend.http.serving.server import Server
 from quire.frontend.text.pooling.chat_texts import ChatText
-from quire.frontend.text.pooling.inputs import InputEncoder, PoolingInput, for_prompt
+from quire.frontend.text.pooling.inputs import for_prompt
 from quire.frontend.text.pooling.pairs import TextPair
 from quire.frontend.text.prompts import Prompt
 from quire.frontend.text.text_in import LONG_TEXT_CHARS
@@ -40,84 +42,11 @@ RETRY_S = 0.05
 OWN_ERRORS = frozenset(("invalid_value", "context_length_exceeded", "kv_pool_too_small"))
 """Codes of a refusal by the scheduler that concerns one input only."""
 
+MAX_AT_ONCE = 64
+"""Inputs of which the failure of one is that of the request, so that it has an error status."""
+
 Rows = npt.NDArray[np.float32]
-Outcome = Rows | ApiError
-Batch = list[tuple[int, Outcome]]
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class RunInputs(Protocol[T_co]):
-    """What a run submits, and what it makes of the results.
-
-    Attributes:
-        model: as the client names it.
-        are_checked: none is refused when its prompt is made, which is done as it is submitted.
-    """
-
-    model: str
-    are_checked: bool
-
-    def __len__(self) -> int: ...
-
-    def num_chars(self, index: int) -> int:
-        """Return the characters that making a prompt takes as long as tokenizing."""
-        ...
-
-    def prompt(self, index: int) -> Prompt:
-        """Return a prompt; raise InvalidRequest if the input is refused."""
-        ...
-
-    def size(self, prompt: Prompt) -> int:
-        """Return the bytes of a prompt and its result."""
-        ...
-
-    def request(self, request_id: str, index: int, prompt: Prompt, terms: Terms) -> AddRequest: ...
-
-    def outcome(self, update: Update) -> T_co | str:
-        """Return the result of an input that has ended, or why there is none."""
-        ...
-
-
-class PooledInputs:
-    """The inputs of a request for vectors or scores, each of which becomes float32 ``[rows, width]``."""
-
-    are_checked = False
-
-    def __init__(self, encoder: InputEncoder, request: PooledRequest) -> None:
-        self._encoder = encoder
-        self._request = request
-        self.model = request.model
-
-    def __len__(self) -> int:
-        return len(self._request.inputs)
-
-    def num_chars(self, index: int) -> int:
-        return _num_chars(self._request.inputs[index], self._encoder)
-
-    def prompt(self, index: int) -> Prompt:
-        request = self._request
-        return self._encoder.encode(
-            request.inputs[index],
-            request.truncation,
-            request.field_of(index),
-            add_special_tokens=request.add_special_tokens,
-        )
-
-    def size(self, prompt: Prompt) -> int:
-        params = self._request.params
-        num_rows = len(prompt.token_ids) if params.task == "token_embed" else 1
-        return 4 * (len(prompt.token_ids) + num_rows * self._encoder.pooling.width(params.task, params.dimensions))
-
-    def request(self, request_id: str, index: int, prompt: Prompt, terms: Terms) -> AddRequest:
-        request = terms.request(request_id, prompt, NO_SAMPLING, 0)
-        return replace(request, pooling=for_prompt(self._request.params, prompt))
-
-    def outcome(self, update: Update) -> Rows | str:
-        if error := update.pooling_error:
-            return error
-        assert update.pooled is not None
-        return update.pooled
 
 
 @dataclass(slots=True)
@@ -130,30 +59,26 @@ class _Open:
     size: int
 
 
-class PooledRun(Generic[T]):
+class InputRun(ABC, Generic[T]):
     """Submits inputs and returns what becomes of each: its result, or an error of this input alone.
 
     Attributes:
+        task: what is computed, for the log.
+        asked: what the client has asked for.
+        fails_together: the error of one input is that of the request. All inputs are then tokenized first.
         clocks: of all inputs that were submitted, if requests are traced.
         num_prompt_tokens: of the inputs that have a result.
         num_cached_tokens: of these, found in the prefix cache.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        inputs: RunInputs[T],
-        request_id: str,
-        terms: Terms,
-        *,
-        fails_together: bool,
-    ) -> None:
-        """``fails_together``: the error of one input is that of the request. All inputs are then tokenized first."""
+    task: str
+
+    def __init__(self, server: Server, asked: PooledRequest | ChatRequest, num_inputs: int, request_id: str) -> None:
         self._server = server
-        self._inputs = inputs
+        self.asked = asked
+        self.num_inputs = num_inputs
         self._request_id = request_id
-        self._terms = terms
-        self._fails_together = fails_together
+        self.fails_together = num_inputs <= MAX_AT_ONCE
         self._arrival = server.metrics.now()
         self._encoded: deque[tuple[int, Prompt]] = deque()
         self._open: dict[int, _Open] = {}
@@ -166,7 +91,31 @@ class PooledRun(Generic[T]):
         self.clocks: list[SequenceClock] = []
         self.num_prompt_tokens = self.num_cached_tokens = 0
 
-    async def results(self) -> AsyncIterator[list[tuple[int, T | ApiError]]]:
+    @abstractmethod
+    def prompt(self, index: int) -> Prompt:
+        """Return the prompt of an input; raise InvalidRequest if the input is refused."""
+
+    @abstractmethod
+    def request(self, request_id: str, index: int, prompt: Prompt, terms: Terms) -> AddRequest:
+        """Return the request of an input."""
+
+    @abstractmethod
+    def outcome(self, update: Update) -> T | str:
+        """Return the result of an input that has ended, or why there is none."""
+
+    def num_ready(self) -> int:
+        """Return the number of inputs that may be submitted now. The others wait until all of these have a result."""
+        return self.num_inputs
+
+    def num_chars(self, index: int) -> int:
+        """Return the characters that making the prompt takes as long as tokenizing."""
+        return 0
+
+    def num_values(self, prompt: Prompt) -> int:
+        """Return the number of float32 values of a result."""
+        return 0
+
+    async def results(self, terms: Terms) -> AsyncIterator[list[tuple[int, T | ApiError]]]:
         """Yield the outcomes in the order of the inputs, those that are known together.
 
         However this ends, no input is left in the engine.
@@ -174,13 +123,13 @@ class PooledRun(Generic[T]):
         Raises:
             InvalidRequest, ApiError, EngineError: the whole request is refused, or the engine has failed.
         """
-        num_inputs = len(self._inputs)
+        num_inputs = self.num_inputs
         limit = self._server.key_queues.limit
         window = min(num_inputs, WINDOW, limit or WINDOW)
-        with self._server.enter_queue(self._terms, window) as waiting:
+        with self._server.enter_queue(terms, window) as waiting:
             try:
-                self._terms = await self._server.for_model(self._inputs.model, self._terms)
-                while self._fails_together and not self._inputs.are_checked and await self._encode(num_inputs):
+                self._terms = await self._server.for_model(self.asked.model, terms)
+                while self.fails_together and await self._encode(num_inputs):
                     pass
                 while self._num_returned < num_inputs:
                     await self._submit(window)
@@ -221,7 +170,7 @@ class PooledRun(Generic[T]):
                     return
                 continue
             index, prompt = self._encoded[0]
-            size = self._inputs.size(prompt)
+            size = 4 * (len(prompt.token_ids) + self.num_values(prompt))
             has_room = not self._open or self._num_bytes + size <= MAX_BYTES
             if not has_room or (self._is_refused and self._open):
                 return
@@ -232,17 +181,16 @@ class PooledRun(Generic[T]):
     async def _encode(self, window: int) -> bool:
         """Tokenize the next inputs; return False if there are none, or the window is full."""
         begin = self._next_encoded
-        end = min(len(self._inputs), self._num_returned + window, begin + ENCODED_TOGETHER)
+        end = min(self.num_ready(), self._num_returned + window, begin + ENCODED_TOGETHER)
         num_chars, stop = 0, begin
         while stop < end and (stop == begin or num_chars < ENCODED_CHARS):
-            num_chars += self._inputs.num_chars(stop)
+            num_chars += self.num_chars(stop)
             stop += 1
         if stop == begin:
             return False
         self._next_encoded = stop
-        for index, found in enumerate(
-            await self._server.texts.run(num_chars, lambda: self._prompts(begin, stop)), begin
-        ):
+        prompts = await self._server.texts.run(num_chars, lambda: [self._prompt(i) for i in range(begin, stop)])
+        for index, found in enumerate(prompts, begin):
             if isinstance(found, Prompt):
                 self._encoded.append((index, found))
             else:
@@ -250,19 +198,16 @@ class PooledRun(Generic[T]):
                 self._num_ended += 1
         return True
 
-    def _prompts(self, begin: int, end: int) -> list[Prompt | InvalidRequest]:
-        found: list[Prompt | InvalidRequest] = []
-        for index in range(begin, end):
-            try:
-                found.append(self._inputs.prompt(index))
-            except InvalidRequest as error:
-                found.append(error)
-        return found
+    def _prompt(self, index: int) -> Prompt | InvalidRequest:
+        try:
+            return self.prompt(index)
+        except InvalidRequest as error:
+            return error
 
     async def _add(self, index: int, prompt: Prompt, size: int) -> bool:
         """Submit one input; return False if the engine takes no more at present."""
         try:
-            request = self._inputs.request(f"{self._request_id}-{index}", index, prompt, self._terms)
+            request = self.request(f"{self._request_id}-{index}", index, prompt, self._terms)
             sequence = await self._server.engine.add(request, partial(self._note, index))
         except InvalidRequest as refused:
             if refused.code != "queue_full" or not (self._open or self._num_returned):
@@ -324,14 +269,14 @@ class PooledRun(Generic[T]):
 
     def _fail(self, index: int, error: ApiError | InvalidRequest) -> None:
         """Make this the outcome of an input, or raise it as that of the request."""
-        if self._fails_together:
+        if self.fails_together:
             raise error
         self._done[index] = as_api_error(error)
 
     def _end(self, index: int, each: _Open, update: Update) -> None:
         """Note the outcome of an input; raise ApiError if it ends the request, as an administrator's abort does."""
         assert update.ended is not None
-        found = self._inputs.outcome(update)
+        found = self.outcome(update)
         detail = found if isinstance(found, str) else ""
         reason = "error" if isinstance(found, str) and update.ended is EndReason.STOPPED else update.ended.finish_reason
         each.clock.record(
@@ -347,15 +292,48 @@ class PooledRun(Generic[T]):
         self.num_cached_tokens += update.num_cached_tokens
 
 
-def _num_chars(given: PoolingInput, encoder: InputEncoder) -> int:
-    """Return the characters of an input, or its number of token ids. Rendering never runs on the event loop."""
-    match given:
-        case ChatText():
-            return len(given.text) + LONG_TEXT_CHARS + 1
-        case TextPair():
-            is_rendered = encoder.pooling.message_format != ""
-            return len(given.first) + len(given.second) + is_rendered * (LONG_TEXT_CHARS + 1)
-        case str() | list():
-            return len(given)
-        case _:
-            return ENCODED_CHARS
+class PooledRun(InputRun[Rows]):
+    """The inputs of a request for vectors or scores, each of which becomes float32 ``[rows, width]``."""
+
+    def __init__(self, server: Server, request: PooledRequest, request_id: str) -> None:
+        super().__init__(server, request, len(request.inputs), request_id)
+        self._encoder = server.input_encoder
+        self._request = request
+        self.task = request.params.task
+
+    def prompt(self, index: int) -> Prompt:
+        request = self._request
+        return self._encoder.encode(
+            request.inputs[index],
+            request.truncation,
+            request.field_of(index),
+            add_special_tokens=request.add_special_tokens,
+        )
+
+    def request(self, request_id: str, index: int, prompt: Prompt, terms: Terms) -> AddRequest:
+        request = terms.request(request_id, prompt, NO_SAMPLING, 0)
+        return replace(request, pooling=for_prompt(self._request.params, prompt))
+
+    def outcome(self, update: Update) -> Rows | str:
+        if error := update.pooling_error:
+            return error
+        assert update.pooled is not None
+        return update.pooled
+
+    def num_chars(self, index: int) -> int:
+        """Return the characters of an input, or its number of token ids. Rendering never runs on the event loop."""
+        match given := self._request.inputs[index]:
+            case ChatText():
+                return len(given.text) + LONG_TEXT_CHARS + 1
+            case TextPair():
+                is_rendered = self._encoder.pooling.message_format != ""
+                return len(given.first) + len(given.second) + is_rendered * (LONG_TEXT_CHARS + 1)
+            case str() | list():
+                return len(given)
+            case _:
+                return ENCODED_CHARS
+
+    def num_values(self, prompt: Prompt) -> int:
+        params = self._request.params
+        num_rows = len(prompt.token_ids) if params.task == "token_embed" else 1
+        return num_rows * self._encoder.pooling.width(params.task, params.dimensions)

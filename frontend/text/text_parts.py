@@ -45,7 +45,8 @@ def joined_text(content: Any, where: str, kinds: Collection[str] = ("text",)) ->
     """Return the text of a string or of a list of parts, joined by newlines as in chat.
 
     Args:
-        kinds: types of parts that have their text in ``text``, or in a member named as the type.
+        kinds: types of parts that have their text in ``text``, or in a member named as the type, or are
+            ``input_json``.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -68,4 +69,6 @@ def _text(part: Any, where: str, kinds: Collection[str]) -> str:
     if not isinstance(kind, str) or kind not in kinds:
         text = f"{where}.type must be one of {', '.join(kinds)} (got {printable(kind)}): this server reads text only"
         raise InvalidRequest(text, f"{where}.type", "unsupported")
+    if kind == "input_json":
+        return encoded(fields.get("data"), f"{where}.data").decode()
     return string_at(fields, "text" if "text" in fields else kind, where)
