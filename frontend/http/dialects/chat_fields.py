@@ -42,7 +42,8 @@ def renamed(
     """
 
     def tool(match: re.Match[str]) -> str:
-        return tools[int(match[1])] + (f".{parameters}" if match[2] else "")
+        is_path = int(match[1]) < len(tools)  # or else a value of the client
+        return tools[int(match[1])] + (f".{parameters}" if match[2] else "") if is_path else match[0]
 
     pattern = r"tools\[(\d+)\]\.function(\.parameters)?"
     message, param = (re.sub(pattern, tool, text) for text in (error.message, error.param or ""))

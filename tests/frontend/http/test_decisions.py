@@ -94,6 +94,7 @@ def test_conversations(client: Any, engine: FakeEngine, text_in: TextIn) -> None
         ({"questions": "x"}, "questions: Expected `array`, got `str`", "questions"),
         ({"questions": [5]}, "questions[0]: Expected `object`, got `int`", "questions[0]"),
         ({"questions": [{"type": "box"}]}, "'box', must be predicate, choice or score", "questions[0].type"),
+        ({"questions": [{"type": "tools[0].function"}]}, "Invalid value 'tools[0].function'", "questions[0].type"),
         ({"questions": [{"type": "predicate"}]}, "missing required field `instructions`", "questions[0]"),
         ({"questions": [PREDICATE | {"name": 5}]}, "Expected `str | null`, got `int`", "questions[0].name"),
         ({"questions": [PREDICATE | {"instructions": 5}]}, "Expected `str | array`", "questions[0].instructions"),
