@@ -38,13 +38,7 @@ from quire.protocol.model.pooling_config import PoolingConfig
 from quire.protocol.model.pooling_files import read_pooling, scores_by_tokens
 from quire.protocol.model.quantisation import parse_quantisation, quant_method
 from quire.protocol.model.rope_config import RopeConfig, parse_ropes, yarn_factor
-from quire.protocol.model.vision_config import (
-    VISION_FAMILIES,
-    VisionConfig,
-    read_vision,
-    text_settings,
-    without_sections,
-)
+from quire.protocol.model.vision_config import VISION_FAMILIES, VisionConfig, read_vision, text_settings
 from quire.protocol.model.weight_format import WeightFormat
 
 SUPPORTED_ARCHITECTURES = (*FAMILIES, *ENCODERS)
@@ -309,8 +303,6 @@ def parse_model_config(raw: dict[str, Any], where: str, eos_token_ids: list[int]
     weight_format, fp8_kv_cache = parse_quantisation(raw, architecture, where)
     field, named = _merged(raw, family, where), named_architecture(raw)
     vision = read_vision(raw, named, field)
-    if vision is not None:
-        field = Fields(without_sections(field.raw), where)
     if field.raw.get("use_bidirectional_attention"):
         raise ConfigError(f"{where}: use_bidirectional_attention is not supported")
     if not field.flag("is_causal", default=True):

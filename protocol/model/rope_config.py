@@ -12,7 +12,8 @@ from quire.protocol.errors import ConfigError, printable
 from quire.protocol.model.config_fields import Fields
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_OLD_NAMES = {"su": "longrope"}
+_OTHER_NAMES = {"su": "longrope", "mrope": "default"}
+"""Also the one for positions in time, height and width (``vision_config.py``), whose frequencies are the same."""
 _HAVE_ORIGINAL_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
 
 
@@ -75,11 +76,10 @@ def _rope(field: Fields, inner: Fields, head_dim: int, max_position: int) -> Rop
     """Parse one object of settings (``inner``) and the fields beside it (``field``)."""
     raw = inner.raw
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    kind = _OLD_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+    kind = _OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if kind == "yarn" and "short_factor" in raw:
         kind = "longrope"  # the first Phi-3 checkpoints name it yarn
-    if kind not in ROPE_KINDS or raw.get("mrope_section"):
-        kind = "mrope" if raw.get("mrope_section") else kind
+    if kind not in ROPE_KINDS:
         raise ConfigError(
             f"{field.where}: rope type {printable(kind)} is not supported; supported: {', '.join(ROPE_KINDS)}"
         )

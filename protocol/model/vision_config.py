@@ -39,15 +39,14 @@ class VisionFamily:
     Attributes:
         text: model type of the language model.
         vision: the values of fields that a ``config.json`` may omit; None: the checkpoint reads text only.
-        flat: older checkpoints have the settings of the language model beside those of the tower.
     """
 
     text: str
     vision: VisionConfig | None
-    flat: bool = False
 
 
 _vision = partial(VisionConfig, "")
+_QWEN2_VISION = _vision(151655, mrope_section=(16, 24, 24))
 _QWEN3_VISION = _vision(151655, mrope_section=(24, 20, 20), num_deepstack=3, mrope_interleaved=True)
 VISION_FAMILIES = {
     "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", _vision(262144, is_causal=False)),
@@ -64,30 +63,19 @@ VISION_FAMILIES = {
     "Idefics3ForConditionalGeneration": VisionFamily("llama", _vision(128257)),
     "SmolVLMForConditionalGeneration": VisionFamily("llama", _vision(128257)),
     "InternVLForConditionalGeneration": VisionFamily("qwen2", _vision(151667)),
-    "Qwen2VLForConditionalGeneration": VisionFamily(
-        "qwen2_vl_text", _vision(151655, mrope_section=(16, 24, 24)), flat=True
-    ),
-    "Qwen2_5_VLForConditionalGeneration": VisionFamily(
-        "qwen2_5_vl_text", _vision(151655, mrope_section=(16, 24, 24)), flat=True
-    ),
+    "Qwen2VLForConditionalGeneration": VisionFamily("qwen2_vl_text", _QWEN2_VISION),
+    "Qwen2_5_VLForConditionalGeneration": VisionFamily("qwen2_5_vl_text", _QWEN2_VISION),
     "Qwen3VLForConditionalGeneration": VisionFamily("qwen3_vl_text", _QWEN3_VISION),
     "Qwen3VLMoeForConditionalGeneration": VisionFamily("qwen3_vl_moe_text", _QWEN3_VISION),
     "Llama4ForConditionalGeneration": VisionFamily("llama4_text", None),
 }
 
 
-def _sizes(
-    hidden: int, intermediate: int, layers: int, heads: int, vocab: int, positions: int, **others: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-        **others,
-    }
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings"
+
+
+def _sizes(*sizes: int, **others: Any) -> dict[str, Any]:
+    return dict(zip(_SIZES.split(), sizes, strict=True), **others)
 
 
 _QWEN = _sizes(4096, 22016, 32, 32, 151936, 32768, num_key_value_heads=32)
@@ -123,10 +111,7 @@ def text_settings(
     Raises:
         ConfigError: Quire has no code for the language model, or its settings are missing.
     """
-    text = raw.get("text_config")
-    text = {} if text is None and family.flat else text
-    if not isinstance(text, dict):
-        raise ConfigError(f"{where}: text_config must be an object")
+    text = Fields(dict(raw), where).part("text_config").raw  # older checkpoints have its settings beside the tower's
     kind = text.get("model_type") or family.text
     if not isinstance(kind, str) or kind not in TEXT_MODELS:
         raise ConfigError(
@@ -169,14 +154,3 @@ def read_vision(raw: Mapping[str, Any], architecture: str, field: Fields) -> Vis
         mrope_section=section,
         num_deepstack=num_deepstack,
     )
-
-
-def without_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings whose rope has no sections: what remains of it is the same for each of the three positions."""
-    cleaned = dict(settings)
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = cleaned.get(name)
-        if isinstance(rope, dict):
-            kept = {key: value for key, value in rope.items() if key != "mrope_section"}
-            cleaned[name] = {key: "default" if value == "mrope" else value for key, value in kept.items()}
-    return cleaned

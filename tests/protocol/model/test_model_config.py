@@ -109,7 +109,6 @@ def test_rope_in_old_and_new_form(changes: dict[str, Any], rope: RopeConfig) -> 
             {"rope_scaling": {"rope_type": "proportional"}},
             "supported: default, linear, dynamic, llama3, yarn, longrope",
         ),
-        ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "rope type 'mrope'"),
         ({"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not supported"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor must be a list of 4 positive"),
         ({"partial_rotary_factor": 0.4}, "rotates 3 of 8 dimensions"),

@@ -46,7 +46,7 @@ def test_qwen3_vl_has_deepstack_and_interleaved_sections() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "text_config must be an object"),
+        ({"text_config": []}, "text_config must be an object"),
         ({"text_config": {"model_type": "phi"}}, "text_config.model_type 'phi' is not supported by Quire's own code"),
         ({"text_config": {"vocab_size": 100}}, "image_token_id must be an integer from 0 to 99 (got 32000)"),
         ({"text_config": {}, "image_token_index": "x"}, "image_token_index must be an integer"),
