@@ -9,8 +9,8 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import StoredRows, check_base64, decode_base64
-from quire.frontend.images.store import ItemStore, remove_file
+from quire.frontend.images.source import StoredItem, check_base64, decode_base64
+from quire.frontend.images.store import ItemStore
 from quire.protocol.errors import printable
 
 _DTYPES: dict[str, tuple[str, np.dtype[Any], int]] = {
@@ -36,7 +36,7 @@ class RowsReader:
         self._max_rows = max_rows
         self._store = store
 
-    def read(self, where: str, value: object) -> StoredRows:
+    def read(self, where: str, value: object) -> StoredItem:
         """Return the embeddings of the field ``where``.
 
         Args:
@@ -57,7 +57,7 @@ class RowsReader:
         except Refused as refused:
             raise refused.about(where) from None
 
-    def keep(self, where: str, rows: "np.ndarray[Any, Any]") -> StoredRows:
+    def keep(self, where: str, rows: "np.ndarray[Any, Any]") -> StoredItem:
         """Return embeddings that a program gives as an array of float32 or float16. Raises InvalidRequest."""
         try:
             data = rows.astype(rows.dtype.newbyteorder("<")).tobytes()
@@ -65,7 +65,7 @@ class RowsReader:
         except Refused as refused:
             raise refused.about(where) from None
 
-    def _store_rows(self, dtype: Any, shape: Any, data: bytes) -> StoredRows:
+    def _store_rows(self, dtype: Any, shape: Any, data: bytes) -> StoredItem:
         if not isinstance(dtype, str) or dtype not in _DTYPES:
             raise Refused(f"must have the dtype {' or '.join(_DTYPES)} (got {printable(dtype)})")
         name, integer, exponent = _DTYPES[dtype]
@@ -85,9 +85,10 @@ class RowsReader:
         try:
             Path(path).write_bytes(content)
         except OSError:
-            remove_file(path)
+            Path(path).unlink(missing_ok=True)
             raise Refused("cannot be read now, because the memory is full: retry later", is_busy=True) from None
-        return self._store.add(StoredRows(digest, path, shape[0], len(content)))
+        made = StoredItem(digest=digest, path=path, num_rows=shape[0], num_bytes=len(content), kind="rows")
+        return self._store.add(made)
 
 
 def _decoded(text: str, max_bytes: int) -> bytes:

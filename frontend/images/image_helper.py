@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import StoredImage, decode_base64
+from quire.frontend.images.source import StoredItem, decode_base64
 from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
 from quire.version import install_command
 
@@ -41,20 +41,6 @@ class Hello(msgspec.Struct, frozen=True):
     max_pixels: int
 
 
-class Question(msgspec.Struct, array_like=True, frozen=True):
-    """A line of JSON before the image's file or base64 of it. ``path``: file to write, which does not exist."""
-
-    path: str
-    is_base64: bool
-
-
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The answer in place of an image: see ``Refused``."""
-
-    text: str
-    is_busy: bool = False
-
-
 class ImageHelper:
     """The caller's end, for use by one thread at a time."""
 
@@ -75,17 +61,16 @@ class ImageHelper:
         if self._problem:  # then it ended, and would end again
             raise Refused(self._problem)
 
-    def prepare(self, data: bytes | memoryview, path: str, *, is_base64: bool = False) -> StoredImage:
-        """Write the tensors of an image to a file and return the rest.
+    def prepare(self, data: bytes, path: str) -> StoredItem:
+        """Write the tensors of an image to a new file and return the rest. ``data``: its file, or its data URL.
 
         Raises:
             Refused: the image cannot be used, it killed the helper twice, or the helper got no CPU time.
         """
-        question = msgspec.json.encode(Question(path, is_base64)) + b"\n"
         for is_last in (False, True):
             try:
                 self.start()
-                answer = self._helper.ask(question, self._cpu_seconds, WALL_SECONDS, data)
+                answer = self._helper.ask(os.fsencode(path) + b"\0", self._cpu_seconds, WALL_SECONDS, data)
                 break
             except HelperDied as died:
                 # It crashed, or was killed or stopped, perhaps not because of this image: retry once.
@@ -93,9 +78,9 @@ class ImageHelper:
                     raise Refused(BUSY, is_busy=True) from None
                 if died.took_too_long or is_last:
                     raise Refused(TOO_SLOW if died.took_too_long else TOO_LARGE) from None
-        found = msgspec.msgpack.decode(answer, type=StoredImage | Failure)
-        if isinstance(found, Failure):
-            raise Refused(found.text, is_busy=found.is_busy)
+        found = msgspec.msgpack.decode(answer, type=StoredItem | str)
+        if isinstance(found, str):
+            raise Refused(found, is_busy=found == BUSY)
         return found
 
 
@@ -124,18 +109,19 @@ def _make(hello: bytes) -> tuple[bytes, Answer | None]:
 
 
 def answer(processor: "Processor", question: bytes, max_pixels: int) -> bytes:
-    """Return the encoded StoredImage or Failure for an encoded Question."""
-    head, _, data = question.partition(b"\n")
-    asked = msgspec.json.decode(head, type=Question)
-    found: StoredImage | Failure
+    """Return an encoded StoredItem, or why there is none, for the path of its file, a null byte, and the image."""
+    path, _, data = question.partition(b"\0")
+    found: StoredItem | str
     try:
-        found = processor.prepare(decode_base64(data) if asked.is_base64 else data, max_pixels, asked.path)
+        if data[:5].lower() == b"data:":
+            data = decode_base64(data.partition(b",")[2])
+        found = processor.prepare(data, max_pixels, os.fsdecode(path))
     except Refused as refused:
-        found = Failure(refused.text)
+        found = refused.text
     except MemoryError:
-        found = Failure(TOO_LARGE)
+        found = TOO_LARGE
     except OSError:  # no room for the file
-        found = Failure(BUSY, is_busy=True)
+        found = BUSY
     return msgspec.msgpack.encode(found)
 
 

@@ -22,7 +22,7 @@ from transformers.models.auto import processing_auto
 
 from quire.frontend.images.decode import decode
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import StoredImage
+from quire.frontend.images.source import StoredItem
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.config_fields import read_json
 
@@ -55,7 +55,7 @@ class Processor:
             text = f"{type(error).__name__} in transformers {transformers.__version__}"
             raise Refused(f"cannot be read: the checkpoint's processor cannot be used ({text})") from None
 
-    def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredImage:
+    def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredItem:
         """Decode and process the file of an image, and write its tensors to ``path``.
 
         Raises:
@@ -74,7 +74,7 @@ class Processor:
         Path(path).write_bytes(content)
         return made
 
-    def _process(self, image: Image.Image, path: str) -> tuple[StoredImage, bytes]:
+    def _process(self, image: Image.Image, path: str) -> tuple[StoredItem, bytes]:
         """Return an image that will be stored at ``path``, and the content of its file."""
         options = {"return_tensors": "np", "return_text_replacement_offsets": True}
         made = self._processor(images=[image], text=[self._placeholder], **options)
@@ -84,7 +84,7 @@ class Processor:
             raise ValueError("no rows, or no tensors")
         content = save(tensors)
         look = f"{image.width}x{image.height} {image.mode}\0".encode()
-        stored = StoredImage(
+        stored = StoredItem(
             digest=hashlib.sha256(self._settings + look + image.tobytes()).digest(),
             path=path,
             placeholder=self._placeholder,

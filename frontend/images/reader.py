@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 from quire.frontend.images.fetch import Fetcher
 from quire.frontend.images.image_helper import MODULE, Hello, ImageHelper
 from quire.frontend.images.options import ImageOptions
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import ImageSource, StoredImage, check_base64
-from quire.frontend.images.store import ItemStore, remove_file
+from quire.frontend.images.source import ImageSource, StoredItem, check_base64
+from quire.frontend.images.store import ItemStore
 from quire.protocol.errors import InvalidRequest, counted
 from quire.protocol.process.helper import HelperDied
 from quire.protocol.process.host_limits import usable_cores
@@ -22,7 +23,7 @@ from quire.protocol.process.log import event_logger
 MAX_WAITING = 1024
 """Images that wait or are read at a time; requests with more are refused until some are done."""
 NUM_FETCHES = 16
-_DATA_URL = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64", re.IGNORECASE | re.ASCII)
+_DATA_URL = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE | re.ASCII)
 
 log = event_logger("images")
 
@@ -51,10 +52,10 @@ class ImageReader:
         self._threads = ThreadPoolExecutor(2 * num_helpers, "images")
         # Fetches have threads of their own: slow hosts do not delay images that are here.
         self._fetches = ThreadPoolExecutor(NUM_FETCHES, "fetched images")
-        self._waiting: set[Future[StoredImage]] = set()
-        self._reading: dict[bytes, Future[StoredImage]] = {}
+        self._waiting: set[Future[StoredItem]] = set()
+        self._reading: dict[bytes, Future[StoredItem]] = {}
 
-    async def read(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
+    async def read(self, sources: Sequence[ImageSource]) -> list[StoredItem]:
         """Return the images in order. They are fetched, decoded and processed beside the event loop.
 
         Raises:
@@ -63,7 +64,7 @@ class ImageReader:
         with self._submitted(sources) as futures:
             return [await asyncio.wrap_future(future) for future in futures]
 
-    def read_now(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
+    def read_now(self, sources: Sequence[ImageSource]) -> list[StoredItem]:
         """Do the same, but block this thread."""
         with self._submitted(sources) as futures:
             return [future.result() for future in futures]
@@ -92,7 +93,7 @@ class ImageReader:
             self._idle.put(helper)  # for a thread that comes late, such as one that fetches
 
     @contextmanager
-    def _submitted(self, sources: Sequence[ImageSource]) -> Iterator[list[Future[StoredImage]]]:
+    def _submitted(self, sources: Sequence[ImageSource]) -> Iterator[list[Future[StoredItem]]]:
         most = self._options.max_images_per_prompt
         if len(sources) > most:
             text = f"a prompt may have at most {counted(most, 'image')} (got {len(sources)}): --max-images-per-prompt"
@@ -113,55 +114,49 @@ class ImageReader:
             for future in futures:
                 future.cancel()
 
-    def _read(self, source: ImageSource) -> StoredImage:
+    def _read(self, source: ImageSource) -> StoredItem:
         try:
-            if source.data is None and source.url[:5].lower() == "data:":
-                return self._stored(self._base64(source.url), is_base64=True)
             return self._stored(self._content(source))
         except Refused as refused:
             raise refused.about(source.where) from None
 
-    def _base64(self, url: str) -> memoryview:
-        """Return the base64 of a data URL, which helpers decode: if this process did, its streams would wait for it."""
-        start = url.find(",") + 1
-        if not _DATA_URL.fullmatch(url, 0, max(0, start - 1)):
-            raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
-        check_base64(len(url) - start, self._options.max_image_bytes)
-        return memoryview(url.encode())[start:]
-
     def _content(self, source: ImageSource) -> bytes:
-        """Return the bytes of an image's file."""
-        most = self._options.max_image_bytes
+        """Return the bytes of an image's file, or its data URL, which helpers decode: if this process did, its streams
+        would wait for it."""
+        most, url = self._options.max_image_bytes, source.url
         if source.data is not None:
-            content = source.data
-        elif self._fetcher is not None:
-            content = self._fetcher.fetch(source.url)
-        else:
+            if len(source.data) > most:
+                raise Refused(f"must be a file of at most {most} bytes (got {len(source.data)})")
+            return source.data
+        if url[:5].lower() == "data:":
+            if (found := _DATA_URL.match(url)) is None:
+                raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
+            check_base64(len(url) - found.end(), most)
+            return url.encode()
+        if self._fetcher is None:
             raise Refused("must be a data: URL, because the server fetches no images (--allowed-media-domains)")
-        if len(content) > most:
-            raise Refused(f"must be a file of at most {most} bytes (got {len(content)})")
-        return content
+        return self._fetcher.fetch(url)
 
-    def _stored(self, data: bytes | memoryview, *, is_base64: bool = False) -> StoredImage:
-        """Return the stored image of a file or its base64, after at most one run of the processor for all that ask."""
-        content, own = hashlib.sha256(data).digest(), Future[StoredImage]()
+    def _stored(self, data: bytes) -> StoredItem:
+        """Return the stored image of a file or a data URL, after at most one run of the processor for all that ask."""
+        content, own = hashlib.sha256(data).digest(), Future[StoredItem]()
         reading = self._reading.setdefault(content, own)  # atomic
         if reading is own:
             try:
-                own.set_result(self._store.known(content) or self._prepared(content, data, is_base64))
+                own.set_result(self._store.known(content) or self._prepared(content, data))
             except BaseException as error:
                 own.set_exception(error)
             finally:
                 del self._reading[content]
         return reading.result()
 
-    def _prepared(self, content: bytes, data: bytes | memoryview, is_base64: bool) -> StoredImage:
+    def _prepared(self, content: bytes, data: bytes) -> StoredItem:
         path = self._store.new_path()
         helper = self._idle.get()
         try:
-            return self._store.add(helper.prepare(data, path, is_base64=is_base64), content)
+            return self._store.add(helper.prepare(data, path), content)
         except BaseException:
-            remove_file(path)
+            Path(path).unlink(missing_ok=True)
             raise
         finally:
             self._idle.put(helper)

@@ -26,43 +26,31 @@ class ImageSource:
     detail: str = "auto"
 
 
-class StoredImage(msgspec.Struct, frozen=True, eq=False, weakref=True, tag=True):
-    """An image that the model's processor has prepared. Its file exists as long as this object is referenced.
+class StoredItem(msgspec.Struct, frozen=True, eq=False, weakref=True, kw_only=True):
+    """An image that the model's processor has prepared, or embeddings that a client gave. Its file exists as long as
+    this object is referenced.
 
     Attributes:
-        digest: SHA-256 of the pixels, their size and mode, and the processor with its settings.
-        path: safetensors file in shared memory with the tensors of the processor, under its names, for one image.
+        digest: SHA-256: of the pixels, their size and mode, and the processor with its settings; or of dtype, shape and
+            bytes of embeddings.
+        path: safetensors file in shared memory with the tensors of the processor, under its names, for one image; or
+            with one tensor ``rows`` ``[num_rows, hidden_size]``: float32, float16 or bfloat16.
+        num_rows: positions that take a row. In the text of an image, those of the model's image token.
+        num_bytes: size of the file.
+        kind: as of ``InputItem``. What follows is of images only.
         placeholder: text by which a chat template writes an image (``image_token`` of the processor).
         expansion: text that takes the place of the placeholder.
-        num_rows: positions in ``expansion`` that take a row of the image: tokens with the model's image token id.
         grid: patches in time, height and width, if the processor gives them.
-        num_bytes: size of the file.
-    """
-
-    digest: bytes
-    path: str
-    placeholder: str
-    expansion: str
-    num_rows: int
-    grid: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """Embeddings that a client gave. The file exists as long as this object is referenced.
-
-    Attributes:
-        digest: SHA-256 of dtype, shape and bytes.
-        path: safetensors file in shared memory with one tensor ``rows`` ``[num_rows, hidden_size]``: float32, float16
-            or bfloat16.
-        num_bytes: size of the file.
     """
 
     digest: bytes
     path: str
     num_rows: int
     num_bytes: int
+    kind: str = "image"
+    placeholder: str = ""
+    expansion: str = ""
+    grid: tuple[int, ...] = ()
 
 
 def check_base64(num_chars: int, max_bytes: int) -> None:

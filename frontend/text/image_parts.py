@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.frontend.images.reader import ImageReader
-from quire.frontend.images.source import ImageSource, StoredImage
+from quire.frontend.images.source import ImageSource, StoredItem
 from quire.protocol.errors import InvalidRequest, wrong_value
 
 IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")
@@ -34,7 +34,7 @@ class MessageImages:
     """
 
     sources: list[ImageSource] = field(default_factory=list)
-    stored: list[StoredImage] = field(default_factory=list)
+    stored: list[StoredItem] = field(default_factory=list)
 
     async def read(self, reader: ImageReader | None) -> None:
         """Read those that are not stored. Raises InvalidRequest as ``ImageReader.read``."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.frontend.images.source import StoredImage, StoredRows
+from quire.frontend.images.source import StoredItem
 from quire.frontend.text.control_text import MARK_END, MARK_START
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.item_messages import InputItem
@@ -18,22 +18,20 @@ Ranges = tuple[tuple[int, int], ...]
 class PlacedItem:
     """An item of a prompt. ``ranges``: as of InputItem. Its file exists as long as this object is kept."""
 
-    content: StoredImage | StoredRows
+    content: StoredItem
     ranges: Ranges
 
     @property
     def item(self) -> InputItem:
         content = self.content
-        if isinstance(content, StoredRows):
-            return InputItem(content.digest, list(self.ranges), content.path, "rows")
-        return InputItem(content.digest, list(self.ranges), content.path, "image", content.grid)
+        return InputItem(content.digest, list(self.ranges), content.path, content.kind, content.grid)
 
     def moved(self, offset: int) -> "PlacedItem":
         """Return the item behind ``offset`` further tokens."""
         return PlacedItem(self.content, tuple((begin + offset, count) for begin, count in self.ranges))
 
 
-def expanded(text: str, images: Sequence[StoredImage]) -> str:
+def expanded(text: str, images: Sequence[StoredItem]) -> str:
     """Return a rendered conversation with each placeholder that the template wrote replaced by its image's text.
 
     Between marks, a placeholder is a user's text, and stays.
@@ -57,7 +55,7 @@ def expanded(text: str, images: Sequence[StoredImage]) -> str:
     return "".join(next(rest).expansion if piece is None else piece for piece in pieces)
 
 
-def place_images(ids: Sequence[int], images: Sequence[StoredImage], token_id: int | None) -> tuple[PlacedItem, ...]:
+def place_images(ids: Sequence[int], images: Sequence[StoredItem], token_id: int | None) -> tuple[PlacedItem, ...]:
     """Return the images at their positions, which have the token ``token_id``. Images may follow each other directly.
 
     Raises:

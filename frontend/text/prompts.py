@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.frontend.images.source import StoredImage, StoredRows
+from quire.frontend.images.source import StoredItem
 from quire.frontend.text.chat_template import RESERVED_VARIABLES, Message
 from quire.frontend.text.control_text import written_end
 from quire.frontend.text.parsing.thoughts import Thoughts
@@ -74,7 +74,7 @@ class Prompt:
     @property
     def num_image_tokens(self) -> int:
         """Number of positions that take rows of images."""
-        return sum(each.content.num_rows for each in self.items if isinstance(each.content, StoredImage))
+        return sum(each.content.num_rows for each in self.items if each.content.kind == "image")
 
 
 def split_prompts(value: Any, param: str = "prompt", most: int | None = MAX_PROMPTS) -> list[str | list[int]]:
@@ -140,7 +140,7 @@ def conversation_prompt(
     return replace(prompt, end=end, plain_spans=plain, items=items)
 
 
-def prompt_of_rows(rows: StoredRows, limits: ModelLimits) -> Prompt:
+def prompt_of_rows(rows: StoredItem, limits: ModelLimits) -> Prompt:
     """Return the prompt that consists of given embeddings. Its token ids are 0, which nothing reads.
 
     Raises:
@@ -235,7 +235,7 @@ def fit_params(params: SamplingParams, prompt: Prompt, limits: ModelLimits, *, c
         InvalidRequest: prompt and ``max_tokens`` together exceed the context. A prompt that is scored may fill it: the
             one token after it is sampled, but never computed.
     """
-    if any(isinstance(item.content, StoredRows) for item in prompt.items):
+    if any(item.content.kind == "rows" for item in prompt.items):
         _check_without_ids(params)
     num_prompt_tokens = len(prompt.token_ids)
     room = max(limits.max_model_len - num_prompt_tokens, int(params.prompt_logprobs is not None))

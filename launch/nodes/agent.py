@@ -14,11 +14,12 @@ import zmq
 from quire.launch.nodes.addresses import ReservedPort
 from quire.launch.nodes.connected_heads import HEARTBEAT_S, ConnectedHeads
 from quire.launch.supervision.child_process import ChildProcess
-from quire.launch.supervision.directory import make_directory, remove_directory
+from quire.launch.supervision.directory import make_directory
 from quire.launch.supervision.members import WatchedProcess
 from quire.launch.supervision.supervisor import REAL_WORKER, WORKER_ENVIRONMENT
 from quire.protocol.errors import ConfigError
 from quire.protocol.process.log import LogOptions
+from quire.protocol.process.owned_folder import remove_folder
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.protocol.wire.curve_keys import CurveContext, CurveKeys
 from quire.protocol.wire.link_messages import PROTOCOL_VERSION
@@ -129,5 +130,5 @@ class Agent:
         self._hub.forget(head)
         directory, lock, port = self._folders.pop(head, (None, -1, None))
         if directory is not None and port is not None:
-            remove_directory(directory, lock)
+            remove_folder(directory, lock)
             port.close()

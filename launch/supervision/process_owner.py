@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol, Self, cast
 
 from quire.launch.supervision.children import Children
-from quire.launch.supervision.directory import make_directory, remove_directory
+from quire.launch.supervision.directory import make_directory
 from quire.launch.supervision.members import Member, Process, Role, WatchedProcess
 from quire.protocol.errors import QuireError
 from quire.protocol.process.child import Command, Report
+from quire.protocol.process.owned_folder import remove_folder
 from quire.protocol.process.restarts import Restarts, write_pids, write_restarts
 
 
@@ -158,7 +159,7 @@ class ProcessOwner(ABC):
                 _watched(member.process).end(deadline)
         self._all_ended()
         self._children.close()
-        remove_directory(self.directory, self._lock)
+        remove_folder(self.directory, self._lock)
         self._lock = -1
 
     def _all_ended(self) -> None:  # noqa: B027

@@ -15,7 +15,6 @@ import ctypes
 import faulthandler
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -32,6 +31,7 @@ from quire.protocol.errors import ConfigError, QuireError, shortage
 from quire.protocol.nodes import WorkerLink
 from quire.protocol.process.log import first_line, start_logging
 from quire.protocol.process.log_stream import survive_without_stderr
+from quire.protocol.process.owned_folder import remove_folder
 from quire.protocol.process.signals import IGNORED_SIGNALS, STOP_SIGNALS
 from quire.protocol.routing import EnginePlace
 
@@ -41,8 +41,6 @@ HEARTBEAT_S = 0.5
 HANG_TIMEOUT_S = 15.0
 """Seconds without progress of the main loop after which a child counts as hung. A normal round takes milliseconds."""
 PR_SET_PDEATHSIG = 1
-ENDED = ".ended"
-"""Ends the name of a socket directory that is being removed."""
 
 
 class Report(msgspec.Struct, omit_defaults=True):
@@ -229,22 +227,9 @@ class Child:
 
     def _end_with_parent(self) -> NoReturn:
         if self._directory is not None:
-            remove_sockets(self._directory)
+            remove_folder(self._directory)
         # No clean-up handlers: they may wait for the main thread, which may be in the middle of a step.
         os._exit(1)
-
-
-def remove_sockets(directory: Path) -> None:
-    """Remove a socket directory that other processes may still write to: they no longer find it by its name.
-
-    If all callers are killed meanwhile, the next start finds it by its new name.
-    """
-    ended = directory.with_name(directory.name + ENDED)
-    with contextlib.suppress(OSError):  # another process was first, and may end before it has removed all
-        # Renamed before it is removed, in one step: a process that still creates a socket meanwhile fails, instead of
-        # leaving a half-removed folder that looks like a running server's.
-        directory.rename(ended)
-    shutil.rmtree(ended, ignore_errors=True)
 
 
 def child_parser(description: str | None) -> argparse.ArgumentParser:

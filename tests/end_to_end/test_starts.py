@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.launch.supervision.directory import make_directory, remove_directory
+from quire.launch.supervision.directory import make_directory
+from quire.protocol.process.owned_folder import remove_folder
 
 SERVE = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", "--num-gpu-blocks-override", "40"]
 COMPILING = "compiling the CPU kernels"
@@ -69,5 +70,5 @@ def test_a_supervisor_killed_at_any_moment_leaves_nothing(monkeypatch: pytest.Mo
             server.wait()
             check_ended(server, processes, Path(name))
         monkeypatch.setattr(tempfile, "tempdir", str(Path(name) / "tmp"))
-        remove_directory(*make_directory())
+        remove_folder(*make_directory())
         assert not list((Path(name) / "tmp").iterdir())

@@ -30,7 +30,7 @@ from quire.frontend.http.schema.sampling_fields import ALIASES, constraint, has_
 from quire.frontend.http.schema.tools import ToolUse, answer_or_calls, parse_tools
 from quire.frontend.http.schema.unknown_fields import Ignored, UnknownFields
 from quire.frontend.images.given_rows import RowsReader
-from quire.frontend.images.source import StoredRows
+from quire.frontend.images.source import StoredItem
 from quire.frontend.text.chat_template import Message
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
@@ -75,7 +75,7 @@ class CommonRequest:
     terms: Terms = NO_TERMS
 
 
-GivenPrompt = str | list[int] | Callable[[], StoredRows]
+GivenPrompt = str | list[int] | Callable[[], StoredItem]
 """Text, token ids, or what reads given embeddings."""
 
 

@@ -16,7 +16,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
         num_input: items of the request's own input, which follow those; the rest is the output.
         only_for: the connection that alone may refer to the response, or None for all of the tenant.
         chain: id of the first response of its chain, or "" if it is the first.
-        images: all StoredImages of ``conversation``, in order; empty in a file.
+        images: all stored images of ``conversation``, in order; empty in a file.
         events: those of a background response as they are sent, by number; None if they are not kept.
     """
 

@@ -7,7 +7,7 @@ from fake_engine import FakeEngine
 
 from quire.frontend.http.app import make_app
 from quire.frontend.http.serving.server import ServerSettings
-from quire.frontend.images.source import StoredRows
+from quire.frontend.images.source import StoredItem
 from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 
@@ -15,10 +15,10 @@ from quire.protocol.errors import InvalidRequest
 class FakeRows:
     """Reads a string as its number of rows."""
 
-    def read(self, where: str, value: object) -> StoredRows:
+    def read(self, where: str, value: object) -> StoredItem:
         if not isinstance(value, str):
             raise InvalidRequest(f"{where} must be base64", where)
-        return StoredRows(digest=value.encode().ljust(32), path="/x", num_rows=int(value), num_bytes=9)
+        return StoredItem(digest=value.encode().ljust(32), path="/x", num_rows=int(value), num_bytes=9, kind="rows")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from processor_families import FAMILIES
 
-from quire.frontend.images.source import ImageSource, StoredImage
+from quire.frontend.images.source import ImageSource, StoredItem
 from quire.frontend.text.image_parts import MessageImages
 from quire.frontend.text.message_checks import check_messages
 from quire.frontend.text.prompts import encode_messages
@@ -48,10 +48,10 @@ def test_token_ids(family: Callable[[], tuple[Any, str, str]], tmp_path: Path) -
     token_id = processor.tokenizer.convert_tokens_to_ids(row_token)
     text_in.read_images(token_id)
 
-    def stored(image: Any, number: int) -> StoredImage:
+    def stored(image: Any, number: int) -> StoredItem:
         asked = processor(images=[[image]], text=[processor.image_token], return_text_replacement_offsets=True)
         expansion = asked["text_replacement_offsets"][0][0]["replacement"]
-        return StoredImage(
+        return StoredItem(
             digest=bytes([number]) * 32,
             path=f"/{number}",
             placeholder=processor.image_token,

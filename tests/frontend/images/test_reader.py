@@ -15,9 +15,10 @@ from quire.frontend.images.image_helper import Hello, ImageHelper
 from quire.frontend.images.options import ImageOptions
 from quire.frontend.images.reader import ImageReader
 from quire.frontend.images.refused import Refused
-from quire.frontend.images.source import ImageSource, StoredImage
+from quire.frontend.images.source import ImageSource, StoredItem
 from quire.frontend.images.store import ItemStore
 from quire.protocol.errors import InvalidRequest
+from quire.protocol.process.owned_folder import LOCK
 
 WHERE = "messages[0].content[1].image_url.url"
 MODULE = "odd_image_helper"
@@ -46,12 +47,12 @@ def reader(store: ItemStore) -> Iterator[ImageReader]:
     reader.close()
 
 
-def files_of(image: StoredImage) -> set[str]:
+def files_of(image: StoredItem) -> set[str]:
     """Return the paths of all files in the folder of an image."""
     return {str(file) for file in Path(image.path).parent.iterdir()}
 
 
-def width(image: StoredImage) -> int:
+def width(image: StoredItem) -> int:
     """Return the width of an image of ``odd_image_helper``, whose file has the pixels."""
     return int(load_file(image.path)["pixel_values"].shape[1])
 
@@ -64,7 +65,7 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def read(reader: ImageReader, *data: bytes) -> list[StoredImage]:
+def read(reader: ImageReader, *data: bytes) -> list[StoredItem]:
     return reader.read_now([source(each) for each in data])
 
 
@@ -233,6 +234,7 @@ class TestFolders:
         left = tmp_path / "quire-items-left"
         left.mkdir()
         (left / "1").write_bytes(b"x")
+        (left / LOCK).touch()
         (tmp_path / "quire-items-link").symlink_to(tmp_path)
         (tmp_path / "other").mkdir()
         ItemStore(2**20, tmp_path).close()

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire.launch.supervision import directory
-from quire.launch.supervision.directory import make_directory, parent_of_sockets, remove_directory
+from quire.launch.supervision.directory import make_directory, parent_of_sockets
 from quire.protocol.errors import ConfigError
-from quire.protocol.process.child import remove_sockets
+from quire.protocol.process.owned_folder import remove_folder
 
 
 @pytest.mark.parametrize("length", [40, 51, 200])
@@ -26,7 +26,7 @@ def test_sockets_have_short_paths_below_any_folder_of_temporary_files(
     made, lock = make_directory()
     assert made.parent == (Path("/tmp") if length > 50 else Path(folder))
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    remove_directory(made, lock)
+    remove_folder(made, lock)
     monkeypatch.setattr(directory, "SHORT", str(tmp_path / "missing"))
     if length > 50:
         with pytest.raises(ConfigError, match=f"TMPDIR must have at most 50 bytes for sockets .got {folder}.: choose"):
@@ -49,7 +49,7 @@ def test_a_start_removes_what_killed_ones_left_and_no_other_folder(
         made, ours = make_directory()
     assert set(tmp_path.iterdir()) == {made, starting, tmp_path / "quire-d", *(each for each, _ in living)}
     for each, held in (*living, (made, ours)):
-        remove_directory(each, held)
+        remove_folder(each, held)
     assert {path.name for path in tmp_path.iterdir()} == {"quire-f.new", "quire-d"}
 
 
@@ -57,7 +57,7 @@ def test_a_start_makes_another_directory_if_its_new_one_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "parent_of_sockets", lambda: str(tmp_path))
-    stages = iter((os.rmdir, lambda path: (Path(path) / "lock").touch() or remove_sockets(Path(path))))
+    stages = iter((os.rmdir, lambda path: (Path(path) / "lock").touch() or remove_folder(Path(path))))
     make = tempfile.mkdtemp
 
     def make_and_remove(**options: str) -> str:
@@ -83,12 +83,12 @@ def test_a_process_that_still_writes_keeps_no_directory(tmp_path: Path, monkeypa
         remove(*place, **options)
 
     monkeypatch.setattr(os, "rmdir", write_first)
-    remove_sockets(tmp_path / "quire-a")
+    remove_folder(tmp_path / "quire-a")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_removal_that_was_cut_off_is_continued_by_any_other_process(tmp_path: Path) -> None:
     (tmp_path / "quire-a.ended").mkdir()
     (tmp_path / "quire-a.ended" / "frontend-1.sock").touch()
-    remove_sockets(tmp_path / "quire-a")
+    remove_folder(tmp_path / "quire-a")
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from quire.frontend.images.source import ImageSource, StoredImage
+from quire.frontend.images.source import ImageSource, StoredItem
 from quire.protocol.errors import InvalidRequest
 
 TEMPLATE = (
@@ -20,25 +20,25 @@ class FakeReader:
     """Takes 3 rows for the image ``...,a``, 2 for any other, around a token of text."""
 
     def __init__(self) -> None:
-        self.stored: weakref.WeakSet[StoredImage] = weakref.WeakSet()
+        self.stored: weakref.WeakSet[StoredItem] = weakref.WeakSet()
         self.places: list[str] = []
 
-    async def read(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
+    async def read(self, sources: Sequence[ImageSource]) -> list[StoredItem]:
         return self.read_now(sources)
 
-    def read_now(self, sources: Sequence[ImageSource]) -> list[StoredImage]:
+    def read_now(self, sources: Sequence[ImageSource]) -> list[StoredItem]:
         made = [self._stored(source) for source in sources]
         self.stored.update(made)
         return made
 
-    def _stored(self, source: ImageSource) -> StoredImage:
+    def _stored(self, source: ImageSource) -> StoredItem:
         self.places.append(source.where)
         if source.url.startswith("http"):
             raise InvalidRequest(f"{source.where} must be a data URL", source.where)
         num_rows = 3 if source.url.endswith(",a") else 2
         expansion = "(<row>:" + "<row>" * (num_rows - 1) + ")"
         digest = source.url.removeprefix(PICTURE).encode().ljust(32)
-        return StoredImage(
+        return StoredItem(
             digest=digest,
             path=source.url,
             placeholder="<image>",

@@ -16,14 +16,14 @@ from safetensors.numpy import save
 
 from quire.frontend.images.decode import decode
 from quire.frontend.images.image_helper import Hello, answer
-from quire.frontend.images.source import StoredImage
+from quire.frontend.images.source import StoredItem
 from quire.protocol.process.helper import Answer, serve
 
 EXTRA_BYTES = 256 * 2**20
 
 
 class OddProcessor:
-    def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredImage:
+    def prepare(self, data: bytes, max_pixels: int, path: str) -> StoredItem:
         word, _, rest = data.partition(b" ")
         match word:
             case b"!die":
@@ -46,7 +46,8 @@ class OddProcessor:
         content = save({"pixel_values": np.asarray(image)})
         Path(path).write_bytes(content)
         digest = hashlib.sha256(content).digest()
-        return StoredImage(digest, path, "<image>", "<image>" * 3, 3, (), len(content))
+        texts = {"placeholder": "<image>", "expansion": "<image>" * 3}
+        return StoredItem(digest=digest, path=path, num_rows=3, num_bytes=len(content), **texts)
 
 
 def make(hello: bytes) -> tuple[bytes, Answer | None]:
