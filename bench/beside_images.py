@@ -17,13 +17,13 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import pairwise
 
 from quire.bench.measure.http_client import RequestSettings, ServerClient, Timing
 from quire.bench.measure.report import DISTRIBUTION_COLUMNS, RunReport, Table, distribution, distribution_row, rounded
 
-SAMPLE_S = 1.0
+POLL_S = 1.0
 ANSWERED = "answered"
 WIDTH, HEIGHT = 640, 480
 PHASES = ("alone", "beside images")
@@ -39,25 +39,17 @@ async def measure(args: argparse.Namespace, client: ServerClient, model: str, ph
     gaps: dict[str, list[list[float]]] = {name: [] for name in PHASES}
     answers: Counter[str] = Counter()
     used: list[float] = []
-
-    async def sample() -> None:
-        while True:
-            used.append((await client.metrics()).get("encoder_cache_used_tokens", 0))
-            await asyncio.sleep(SAMPLE_S)
-
-    sampler = asyncio.create_task(sample())
     for number in range(-1, 2 * args.rounds):  # the first phase warms up beside images
-        async with AsyncExitStack() as stack:
-            if number % 2:
-                await stack.enter_async_context(_images_in_work(args, model, answers))
+        async with _images_in_work(args, model, answers) if number % 2 else nullcontext():
             while number < 0 and not answers:  # the first image waits for a helper process to start
-                await asyncio.sleep(SAMPLE_S)
+                await asyncio.sleep(POLL_S)
             timings = await phase(number)
+            figures = await client.metrics()
+            used.append(figures.get("encoder_cache_used_tokens", 0))
         answers.update("a text stream: " + " ".join(each.error) for each in timings if each.error)
         if number >= 0:
             gaps[PHASES[number % 2]].append([b - a for each in timings for a, b in pairwise(each.chunks)])
-    sampler.cancel()
-    size = (await client.metrics()).get("encoder_cache_size_tokens", 0)
+    size = figures.get("encoder_cache_size_tokens", 0)
     return _report(args, gaps, answers, {"most_rows_in_encoder_cache": max(used), "rows_of_encoder_cache": size})
 
 

@@ -41,7 +41,8 @@ class RowsReader:
 
         Args:
             value: base64 of a safetensors file with one tensor, or an object with dtype, shape and data (base64 of the
-                little-endian elements). The shape is [rows, hidden size].
+                little-endian elements); from a program, an array of float32 or float16. The shape is [rows, hidden
+                size].
 
         Raises:
             InvalidRequest: anything else. Pickled tensors are refused, because to load them executes them.
@@ -49,19 +50,14 @@ class RowsReader:
         most = self._max_rows * self._hidden_size * 4 + MAX_HEADER_BYTES
         try:
             match value:
+                case np.ndarray():
+                    data = value.astype(value.dtype.newbyteorder("<")).tobytes()
+                    return self._store_rows(value.dtype.name, list(value.shape), data)
                 case str():
                     return self._store_rows(*_of_file(_decoded(value, most)))
                 case {"dtype": dtype, "shape": shape, "data": str(data), **others} if not others:
                     return self._store_rows(dtype, shape, _decoded(data, most))
             raise Refused("must be base64 of a safetensors file, or an object with dtype, shape and data in base64")
-        except Refused as refused:
-            raise refused.about(where) from None
-
-    def keep(self, where: str, rows: "np.ndarray[Any, Any]") -> StoredItem:
-        """Return embeddings that a program gives as an array of float32 or float16. Raises InvalidRequest."""
-        try:
-            data = rows.astype(rows.dtype.newbyteorder("<")).tobytes()
-            return self._store_rows(rows.dtype.name, list(rows.shape), data)
         except Refused as refused:
             raise refused.about(where) from None
 

@@ -103,7 +103,7 @@ class ImageReader:
             raise InvalidRequest(text, sources[0].where, "queue_full")
         futures = []
         for source in sources:
-            is_remote = source.data is None and source.url[:4].lower() == "http"
+            is_remote = source.url[:4].lower() == "http"
             future = (self._fetches if is_remote else self._threads).submit(self._read, source)
             self._waiting.add(future)
             future.add_done_callback(self._waiting.discard)
@@ -116,22 +116,17 @@ class ImageReader:
 
     def _read(self, source: ImageSource) -> StoredItem:
         try:
-            return self._stored(self._content(source))
+            return self._stored(self._content(source.url))
         except Refused as refused:
             raise refused.about(source.where) from None
 
-    def _content(self, source: ImageSource) -> bytes:
-        """Return the bytes of an image's file, or its data URL, which helpers decode: if this process did, its streams
-        would wait for it."""
-        most, url = self._options.max_image_bytes, source.url
-        if source.data is not None:
-            if len(source.data) > most:
-                raise Refused(f"must be a file of at most {most} bytes (got {len(source.data)})")
-            return source.data
+    def _content(self, url: str) -> bytes:
+        """Return a data URL, which helpers decode: if this process did, its streams would wait for it. Of another URL,
+        return the file."""
         if url[:5].lower() == "data:":
             if (found := _DATA_URL.match(url)) is None:
                 raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
-            check_base64(len(url) - found.end(), most)
+            check_base64(len(url) - found.end(), self._options.max_image_bytes)
             return url.encode()
         if self._fetcher is None:
             raise Refused("must be a data: URL, because the server fetches no images (--allowed-media-domains)")

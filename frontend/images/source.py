@@ -10,19 +10,17 @@ from quire.frontend.images.refused import Refused
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image as a request has it: ``data``, or ``url`` where there is no data.
+    """An image as a request has it.
 
     Attributes:
         where: the field, for errors, such as ``messages[0].content[1].image_url.url``.
-        data: bytes of a file (PNG, JPEG, WebP, GIF or BMP).
-        url: ``data:image/...;base64,...``, ``https://...`` or ``http://...``. Base64 in a field of its own becomes a
-            data URL, which is decoded where the limits are known.
+        url: ``data:image/...;base64,...``, ``https://...`` or ``http://...``. Base64 in a field of its own, and images
+            of PIL, become data URLs, which are decoded where the limits are known.
         detail: OpenAI's field, which has no effect: the model's processor decides how many tokens an image takes.
     """
 
     where: str
-    data: bytes | None = field(default=None, repr=False)
-    url: str = field(default="", repr=False)
+    url: str = field(repr=False)
     detail: str = "auto"
 
 

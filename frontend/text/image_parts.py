@@ -2,6 +2,7 @@
 
 import io
 import sys
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,8 +70,8 @@ def image_source(part: Mapping[str, Any], where: str) -> ImageSource:
         text = f"{where}.file_id is not supported: this server stores no files; send a data URL"
         raise InvalidRequest(text, f"{where}.file_id", "unsupported")
     if isinstance(value, str):
-        return ImageSource(place, url=value, detail=detail)
-    return ImageSource(place, data=_png(value, place))
+        return ImageSource(place, value, detail)
+    return ImageSource(place, _png(value, place), detail)
 
 
 def _of_block(source: Any, where: str) -> ImageSource:
@@ -78,17 +79,17 @@ def _of_block(source: Any, where: str) -> ImageSource:
     fields: Mapping[str, Any] = source if isinstance(source, Mapping) else {}
     match fields:
         case {"type": "url", "url": str(url)}:
-            return ImageSource(f"{where}.url", url=url)
+            return ImageSource(f"{where}.url", url)
         case {"type": "base64", "media_type": str(media_type), "data": str(data)}:
-            return ImageSource(f"{where}.data", url=f"data:{media_type};base64,{data}")
+            return ImageSource(f"{where}.data", f"data:{media_type};base64,{data}")
         case {"type": "base64"}:
             name = "data" if isinstance(fields.get("media_type"), str) else "media_type"
             raise wrong_value(f"{where}.{name}", "a string", fields.get(name), "invalid_type")
     raise wrong_value(f"{where}.type", "base64 or url", fields.get("type"), "unsupported")
 
 
-def _png(value: Any, where: str) -> bytes:
-    """Return an image of PIL as a file, upright and in RGB, which is what transformers makes of it."""
+def _png(value: Any, where: str) -> str:
+    """Return an image of PIL as a data URL, upright and in RGB, which is what transformers makes of it."""
     module = sys.modules.get("PIL.Image")  # an image exists only where it was imported
     if module is None or not isinstance(value, module.Image):
         raise wrong_value(where, URL_FORM, value)
@@ -99,7 +100,7 @@ def _png(value: Any, where: str) -> bytes:
         ImageOps.exif_transpose(value).convert("RGB").save(made, "PNG", compress_level=1)
     except (OSError, ValueError, SyntaxError, AttributeError):  # the file behind it is damaged or closed
         raise InvalidRequest(f"{where} cannot be read as an image", where) from None
-    return made.getvalue()
+    return f"data:image/png;base64,{b64encode(made.getvalue()).decode()}"
 
 
 def is_image(part: Any) -> bool:

@@ -61,7 +61,7 @@ class OfflineCalls:
         client: set when the engine is ready.
         capabilities: what the model can do.
         images: reads the images of messages; None: the model reads none.
-        rows: keeps prompts given as embeddings; None: they are refused.
+        rows: reads prompts given as embeddings; None: they are refused.
     """
 
     client: BlockingClient
@@ -132,7 +132,7 @@ class OfflineCalls:
             if self.rows is None:
                 text = "prompt_embeds are not supported: create the LLM with enable_prompt_embeds=True"
                 raise InvalidRequest(text, "prompt_embeds", "unsupported")
-            return prompt_of_rows(self.rows.keep("prompt_embeds", rows), self.client)
+            return prompt_of_rows(self.rows.read("prompt_embeds", rows), self.client)
         return encode_prompt(plain_prompt(prompt), self._text_in, self.client, add_special_tokens=add_special_tokens)
 
     def conversation(self, given: Any, options: ChatOptions) -> tuple[list[Message], ChatOptions]:

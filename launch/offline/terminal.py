@@ -67,11 +67,8 @@ def chat(args: argparse.Namespace, options: EngineOptions) -> None:
         if args.prompt is None:
             _converse(model, params, args.json, images)
             return
-        message = _message(args.prompt, images)
-        try:
-            _print(model.chat([message], params, _on_text(args.json)), args.json)
-        except (ConfigError, InvalidRequest) as error:
-            raise _naming_files(error, 0, images) from None
+        answer = _ask(model, [_message(args.prompt, images)], params, _on_text(args.json), images)
+        _print(answer, args.json)
 
 
 def _message(text: str, images: Images) -> dict[str, Any]:
@@ -80,12 +77,17 @@ def _message(text: str, images: Images) -> dict[str, Any]:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if images else text}
 
 
-def _naming_files(error: Exception, index: int, images: Images) -> ConfigError:
-    """Return an error that names the files of a message's images, not its fields. ``index``: of the message."""
-    text = str(error)
-    for i, (path, _) in enumerate(images):
-        text = text.replace(f"messages[{index}].content[{i}].image_url.url", str(path))
-    return ConfigError(text)
+def _ask(
+    model: TerminalModel, messages: list[dict[str, Any]], params: SamplingParams, on_text: OnText, images: Images
+) -> TerminalAnswer:
+    """Return the answer. Errors name the files of the last message's ``images``, not its fields."""
+    try:
+        return model.chat(messages, params, on_text)
+    except (ConfigError, InvalidRequest) as error:
+        text = str(error)
+        for i, (path, _) in enumerate(images):
+            text = text.replace(f"messages[{len(messages) - 1}].content[{i}].image_url.url", str(path))
+        raise ConfigError(text) from None
 
 
 def _read_image(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -135,16 +137,15 @@ def _converse(model: TerminalModel, params: SamplingParams, as_json: bool, image
         sent, images = images, []
         parts.clear()
         try:
-            _print(model.chat(messages, params, on_text), as_json)
+            _print(_ask(model, messages, params, on_text, sent), as_json)
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
             print(flush=True)
-        except (ConfigError, InvalidRequest) as error:  # a file that is no image, for one
-            named = _naming_files(error, len(messages) - 1, sent)
+        except ConfigError as error:  # a file that is no image, for one
             if not sys.stdin.isatty():
-                raise named from None
-            print(named, file=sys.stderr)
+                raise
+            print(error, file=sys.stderr)
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": "".join(parts)})

@@ -363,7 +363,7 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Head]:
     named = raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if isinstance(architecture, str) and architecture in VISION_FAMILIES:
-        return text_settings(raw, VISION_FAMILIES[architecture], where)[0], "tokens"
+        return text_settings(raw, architecture, where)[0], "tokens"
     name, head = family_of(architecture) if isinstance(architecture, str) else ("", "tokens")
     if name not in SUPPORTED_ARCHITECTURES:
         raise ConfigError(
@@ -385,7 +385,7 @@ def _merged(raw: dict[str, Any], family: Family, where: str) -> Fields:
     nested: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     if (named := named_architecture(raw)) in VISION_FAMILIES:
-        _, defaults, nested = text_settings(raw, VISION_FAMILIES[named], where)
+        _, defaults, nested = text_settings(raw, named, where)
     own = {name: value for name, value in nested.items() if value is not None or name not in raw}
     merged = {**family.defaults, **defaults, **raw, **own}
     return Fields(merged | {ours: merged[name] for ours, name in family.fields.items() if name in merged}, where)

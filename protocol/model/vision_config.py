@@ -1,7 +1,6 @@
 """What a checkpoint's vision tower means for its prompts, and the classes of such checkpoints that have one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,43 +31,32 @@ class VisionConfig(msgspec.Struct, frozen=True):
     mrope_interleaved: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class VisionFamily:
-    """One class of transformers for images and text.
-
-    Attributes:
-        text: model type of the language model.
-        vision: the values of fields that a ``config.json`` may omit; None: the checkpoint reads text only.
-    """
-
-    text: str
-    vision: VisionConfig | None
-
-
 _vision = partial(VisionConfig, "")
 _QWEN2_VISION = _vision(151655, mrope_section=(16, 24, 24))
 _QWEN3_VISION = _vision(151655, mrope_section=(24, 20, 20), num_deepstack=3, mrope_interleaved=True)
-VISION_FAMILIES = {
-    "Gemma3ForConditionalGeneration": VisionFamily("gemma3_text", _vision(262144, is_causal=False)),
-    "LlavaForConditionalGeneration": VisionFamily("llama", _vision(32000)),
-    "VipLlavaForConditionalGeneration": VisionFamily("llama", _vision(32000)),
-    "LlavaNextForConditionalGeneration": VisionFamily("llama", _vision(32000)),
-    "LlavaNextVideoForConditionalGeneration": VisionFamily("llama", _vision(32001)),
-    "DeepseekVLForConditionalGeneration": VisionFamily("llama", _vision(100015)),
-    "JanusForConditionalGeneration": VisionFamily("llama", _vision(100581)),
-    "GotOcr2ForConditionalGeneration": VisionFamily("qwen2", _vision(151859)),
-    "LightOnOcrForConditionalGeneration": VisionFamily("qwen3", _vision(151655)),
-    "VideoLlama3ForConditionalGeneration": VisionFamily("qwen2", _vision(151655)),
-    "Mistral3ForConditionalGeneration": VisionFamily("mistral", _vision(10)),
-    "Idefics3ForConditionalGeneration": VisionFamily("llama", _vision(128257)),
-    "SmolVLMForConditionalGeneration": VisionFamily("llama", _vision(128257)),
-    "InternVLForConditionalGeneration": VisionFamily("qwen2", _vision(151667)),
-    "Qwen2VLForConditionalGeneration": VisionFamily("qwen2_vl_text", _QWEN2_VISION),
-    "Qwen2_5_VLForConditionalGeneration": VisionFamily("qwen2_5_vl_text", _QWEN2_VISION),
-    "Qwen3VLForConditionalGeneration": VisionFamily("qwen3_vl_text", _QWEN3_VISION),
-    "Qwen3VLMoeForConditionalGeneration": VisionFamily("qwen3_vl_moe_text", _QWEN3_VISION),
-    "Llama4ForConditionalGeneration": VisionFamily("llama4_text", None),
+VISION_FAMILIES: dict[str, tuple[str, VisionConfig | None]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3_text", _vision(262144, is_causal=False)),
+    "LlavaForConditionalGeneration": ("llama", _vision(32000)),
+    "VipLlavaForConditionalGeneration": ("llama", _vision(32000)),
+    "LlavaNextForConditionalGeneration": ("llama", _vision(32000)),
+    "LlavaNextVideoForConditionalGeneration": ("llama", _vision(32001)),
+    "DeepseekVLForConditionalGeneration": ("llama", _vision(100015)),
+    "JanusForConditionalGeneration": ("llama", _vision(100581)),
+    "GotOcr2ForConditionalGeneration": ("qwen2", _vision(151859)),
+    "LightOnOcrForConditionalGeneration": ("qwen3", _vision(151655)),
+    "VideoLlama3ForConditionalGeneration": ("qwen2", _vision(151655)),
+    "Mistral3ForConditionalGeneration": ("mistral", _vision(10)),
+    "Idefics3ForConditionalGeneration": ("llama", _vision(128257)),
+    "SmolVLMForConditionalGeneration": ("llama", _vision(128257)),
+    "InternVLForConditionalGeneration": ("qwen2", _vision(151667)),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text", _QWEN2_VISION),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text", _QWEN2_VISION),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl_text", _QWEN3_VISION),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe_text", _QWEN3_VISION),
+    "Llama4ForConditionalGeneration": ("llama4_text", None),
 }
+"""By class of transformers for images and text: the model type of its language model, and the values of fields that a
+``config.json`` may omit; None: images are not read."""
 
 
 _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings"
@@ -103,16 +91,14 @@ TEXT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """The language models of these classes by model type: a family of Quire, and defaults of its class in transformers."""
 
 
-def text_settings(
-    raw: Mapping[str, Any], family: VisionFamily, where: str
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def text_settings(raw: Mapping[str, Any], architecture: str, where: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return the language model of a checkpoint with a vision tower: its family, defaults, and own settings.
 
     Raises:
         ConfigError: Quire has no code for the language model, or its settings are missing.
     """
     text = Fields(dict(raw), where).part("text_config").raw  # older checkpoints have its settings beside the tower's
-    kind = text.get("model_type") or family.text
+    kind = text.get("model_type") or VISION_FAMILIES[architecture][0]
     if not isinstance(kind, str) or kind not in TEXT_MODELS:
         raise ConfigError(
             f"{where}: text_config.model_type {printable(kind)} is not supported by Quire's own code; supported: "
@@ -131,12 +117,12 @@ def read_vision(raw: Mapping[str, Any], architecture: str, field: Fields) -> Vis
     Raises:
         ConfigError: a field is of the wrong type, or out of range.
     """
-    family = VISION_FAMILIES.get(architecture)
-    if family is None or family.vision is None:
+    _, usual = VISION_FAMILIES.get(architecture, ("", None))
+    if usual is None:
         return None
     name = "image_token_index" if field.has("image_token_index") else "image_token_id"
     vocab = field.size("vocab_size", high=2**24)
-    section, num_deepstack = family.vision.mrope_section, family.vision.num_deepstack
+    section, num_deepstack = usual.mrope_section, usual.num_deepstack
     if section:
         rope = field.part("rope_parameters" if field.has("rope_parameters") else "rope_scaling")
         section = tuple(rope.integers("mrope_section", high=1024)) or section
@@ -148,9 +134,9 @@ def read_vision(raw: Mapping[str, Any], architecture: str, field: Fields) -> Vis
         if eyes.has("deepstack_visual_indexes"):
             num_deepstack = len(eyes.integers("deepstack_visual_indexes", high=4096))
     return msgspec.structs.replace(
-        family.vision,
+        usual,
         architecture=architecture,
-        token_id=field.size(name, default=family.vision.token_id, low=0, high=vocab - 1),
+        token_id=field.size(name, default=usual.token_id, low=0, high=vocab - 1),
         mrope_section=section,
         num_deepstack=num_deepstack,
     )

@@ -13,7 +13,6 @@ from quire.worker_proc.images.tower import VisionTower
 from quire.worker_proc.models.weight_slot import WeightSlot
 from quire.worker_proc.startup.loader import OpenFiles, fill_slots
 
-EXTRA = "quire-serve[vision]"
 PLANNED_ROWS = 4096
 """Rows of an image for whose encoding memory is planned: about 1800 by 1800 pixels for Qwen's towers. A larger one
 takes what is free, and fails alone if that does not suffice."""
@@ -23,18 +22,14 @@ def build_tower(config: EngineConfig, dtype: torch.dtype) -> VisionTower | None:
     """Build the tower of a model on ``meta``, or return None if requests cannot have images.
 
     Raises:
-        ConfigError: transformers is not installed, or cannot build the class.
+        ConfigError: transformers cannot build the class.
     """
     vision = config.model.vision
     if vision is None or "image" not in config.item_kinds:
         return None
-    try:
-        from transformers import AutoModelForImageTextToText
-        from transformers.initialization import no_init_weights
-    except ImportError:
-        raise ConfigError(
-            f"images need the package transformers: install {EXTRA}, or set --encoder-cache-tokens 0 to read text only"
-        ) from None
+    from transformers import AutoModelForImageTextToText
+    from transformers.initialization import no_init_weights
+
     from quire.worker_proc.models.transformers.build import Unservable, be_quiet, read_settings
 
     be_quiet()

@@ -94,12 +94,10 @@ class Asking:
     def _soon(self, request: Request) -> range:
         """Return the indices of the items that a request needs soon, with the next one first."""
         own = items_of(request)
-        end = own.first
-        while end < len(own.items) and (
-            own.items[end].begin < own.items[own.first].begin + AHEAD_STEPS * self._core.config.step_tokens
-        ):
-            end += 1
-        return range(own.first, end)
+        if not own.needed:
+            return range(0)
+        end = own.needed[0].begin + AHEAD_STEPS * self._core.config.step_tokens
+        return range(own.first, sum(item.begin < end for item in own.items))
 
     def _get(self, own: RequestItems, index: int, rank: int, asking: Sequence[Request]) -> bool:
         """Have an item encoded if it is not there. Returns False if it must wait.

@@ -65,7 +65,7 @@ def test_token_ids(family: Callable[[], tuple[Any, str, str]], tmp_path: Path) -
         given = [part["image"] for m in messages for part in m["content"] if part["type"] == "image"]
         found: list[ImageSource] = []
         checked = check_messages(messages, images=found)
-        assert len(found) == len(given) and all(source.data for source in found)
+        assert len(found) == len(given) and all(source.url for source in found)
         images = [stored(image, number) for number, image in enumerate(given)]
         options = ChatOptions(images=MessageImages(stored=images))
         prompt = encode_messages(checked, options, text_in, Limits)

@@ -52,10 +52,10 @@ def test_forms(form: Any, dtype: str, reader: RowsReader) -> None:
 
 
 def test_arrays_of_a_program(reader: RowsReader) -> None:
-    stored = reader.keep("prompt_embeds", ROWS.numpy().astype(">f4").T.copy().T)
+    stored = reader.read("prompt_embeds", ROWS.numpy().astype(">f4").T.copy().T)
     assert torch.equal(safetensors.load_file(stored.path)["rows"], ROWS)
     with pytest.raises(InvalidRequest, match=r"prompt_embeds must have the dtype .* \(got 'float64'\)"):
-        reader.keep("prompt_embeds", ROWS.numpy().astype(np.float64))
+        reader.read("prompt_embeds", ROWS.numpy().astype(np.float64))
 
 
 def test_file_lives_as_long_as_its_object(reader: RowsReader) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_files import image_file, whole_files
+from image_files import data_url, image_file, whole_files
 from PIL import Image
 from processor_families import FAMILIES, qwen
 from safetensors.numpy import load_file
@@ -121,12 +121,12 @@ def test_helper_process(tmp_path: Path) -> None:
     store = ItemStore(2**24, tmp_path / "items")
     token_id = reference.tokenizer.convert_tokens_to_ids(row_token)
     reader = ImageReader(str(tmp_path / "model"), token_id, ImageOptions(image_processes=1), store)
-    [image] = reader.read_now([ImageSource("x", image_file("PNG", (100, 60)))])
+    [image] = reader.read_now([ImageSource("x", data_url(image_file("PNG", (100, 60))))])
     assert image.num_rows == image.grid[0] * image.grid[1] * image.grid[2] // 4 == image.expansion.count(row_token)
     assert load_file(image.path)["image_grid_thw"].tolist() == [list(image.grid)]
     with pytest.raises(
         InvalidRequest, match=r"^x must be an image that the model's processor takes \(got 1 x 500 pixels\)"
     ):
-        reader.read_now([ImageSource("x", image_file("PNG", (1, 500)))])
+        reader.read_now([ImageSource("x", data_url(image_file("PNG", (1, 500))))])
     reader.close()
     store.close()

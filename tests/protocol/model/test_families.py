@@ -183,7 +183,7 @@ class TestSwitches:
         assert (model.head_dim, model.vocab_size, model.dtype, model.max_position) == (256, 262208, "bfloat16", 131072)
         assert model.qk_norm == "head" and model.windows.count(1024) == 29 and model.attention_scale == 1 / 16
         with pytest.raises(ConfigError, match="text_config must be an object"):
-            parse("Gemma3ForConditionalGeneration")
+            parse("Gemma3ForConditionalGeneration", text_config=[])
 
     def test_granite(self) -> None:
         model = parse(

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-from image_files import image_file
+from image_files import data_url, image_file
 from image_hosts import ALLOWED, Resolver, Server
 
 from quire.frontend.images.fetch import Fetcher
@@ -25,11 +25,11 @@ def attack_with_files(reader: ImageReader, files: Iterable[bytes]) -> Counter[st
         AssertionError: a whole image is not read as before, or an error is not one line about the field.
     """
     found: Counter[str] = Counter()
-    canary = reader.read_now([ImageSource(WHERE, image_file("PNG", (60, 60)))])[0].digest
+    canary = reader.read_now([ImageSource(WHERE, data_url(image_file("PNG", (60, 60))))])[0].digest
     for number, data in enumerate(files):
         began = time.monotonic()
         try:
-            [image] = reader.read_now([ImageSource(WHERE, data)])
+            [image] = reader.read_now([ImageSource(WHERE, data_url(data))])
             assert image.num_rows > 0
             found["read"] += 1
         except InvalidRequest as refused:
@@ -39,7 +39,7 @@ def attack_with_files(reader: ImageReader, files: Iterable[bytes]) -> Counter[st
         found["slowest_ms"] = max(found["slowest_ms"], round(1000 * (time.monotonic() - began)))
         if number % CANARY_EVERY == 0:  # other bytes each time, so that it is decoded anew
             whole = image_file("PNG", (60, 60)) + number.to_bytes(4, "little")
-            assert reader.read_now([ImageSource(WHERE, whole)])[0].digest == canary
+            assert reader.read_now([ImageSource(WHERE, data_url(whole))])[0].digest == canary
     return found
 
 

@@ -1,5 +1,6 @@
 """Files of images: whole ones of every kind that clients send, hostile ones, and mutations of them."""
 
+import base64
 import functools
 import io
 import random
@@ -18,6 +19,10 @@ def image_file(kind: str = "PNG", size: tuple[int, int] = (40, 30), mode: str = 
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @functools.cache
