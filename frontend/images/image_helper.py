@@ -67,17 +67,13 @@ class ImageHelper:
         Raises:
             Refused: the image cannot be used, it killed the helper twice, or the helper got no CPU time.
         """
-        for is_last in (False, True):
-            try:
-                self.start()
-                answer = self._helper.ask(os.fsencode(path) + b"\0", self._cpu_seconds, WALL_SECONDS, data)
-                break
-            except HelperDied as died:
-                # It crashed, or was killed or stopped, perhaps not because of this image: retry once.
-                if died.was_starved or (died.was_killed and is_last):
-                    raise Refused(BUSY, is_busy=True) from None
-                if died.took_too_long or is_last:
-                    raise Refused(TOO_SLOW if died.took_too_long else TOO_LARGE) from None
+        try:
+            self.start()
+            answer = self._helper.ask_twice(os.fsencode(path) + b"\0", self._cpu_seconds, WALL_SECONDS, data)
+        except HelperDied as died:
+            if died.was_starved or died.was_killed:
+                raise Refused(BUSY, is_busy=True) from None
+            raise Refused(TOO_SLOW if died.took_too_long else TOO_LARGE) from None
         found = msgspec.msgpack.decode(answer, type=StoredItem | str)
         if isinstance(found, str):
             raise Refused(found, is_busy=found == BUSY)

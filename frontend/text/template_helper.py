@@ -92,14 +92,8 @@ class _LockedHelper:
     def ask(self, question: bytes) -> bytes:
         with self._lock:
             try:
-                return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
+                return self._helper.ask_twice(question, self._cpu_seconds, WALL_SECONDS)
             except HelperDied as died:  # not kept: a frame that holds its own exception is a cycle, and keeps the text
-                if died.was_starved or died.took_too_long:
-                    raise _refusal(died) from None
-            # It crashed, or was killed or stopped, perhaps not because of these messages: retry once.
-            try:
-                return self._helper.ask(question, self._cpu_seconds, WALL_SECONDS)
-            except HelperDied as died:
                 raise _refusal(died) from None
 
     def prepare(self) -> None:

@@ -130,7 +130,7 @@ class Helper:
             process.kill()
         return self._exchange(self._hello, self._start_seconds, self._start_seconds)
 
-    def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes | memoryview = b"") -> bytes:
+    def ask(self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes = b"") -> bytes:
         """Return the answer to ``question``, starting the helper if necessary.
 
         Args:
@@ -144,6 +144,15 @@ class Helper:
         self.start()
         return self._exchange(question, cpu_seconds, wall_seconds, tail)
 
+    def ask_twice(self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes = b"") -> bytes:
+        """As ``ask``, but once more if the helper crashed, or was killed or stopped: perhaps not by this question."""
+        try:
+            return self.ask(question, cpu_seconds, wall_seconds, tail)
+        except HelperDied as died:
+            if died.was_starved or died.took_too_long:
+                raise
+        return self.ask(question, cpu_seconds, wall_seconds, tail)
+
     def close(self) -> None:
         self._process = None
         self._end()
@@ -154,9 +163,7 @@ class Helper:
         if (process := self._process) is not None:
             process.kill()
 
-    def _exchange(
-        self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes | memoryview = b""
-    ) -> bytes:
+    def _exchange(self, question: bytes, cpu_seconds: float, wall_seconds: float, tail: bytes = b"") -> bytes:
         process = self._process
         assert process is not None
         deadline = time.monotonic() + wall_seconds

@@ -59,32 +59,20 @@ class Guard:
         Raises:
             GrammarRefused: it does not compile in time, in bounded memory and without a crash.
         """
-        try:
-            return self._check(wanted, cpu_seconds)
-        except HelperDied as died:
-            if not died.was_killed:
-                raise _refusal(died, cpu_seconds) from None
-            # The kernel's out-of-memory killer takes any process. A client should not get an error for another
-            # program's memory.
-            return self._check_again(wanted, cpu_seconds)
-
-    def close(self) -> None:
-        self._helper.close()
-
-    def _check(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
         self.start()
-        answer = self._helper.ask(msgspec.msgpack.encode(wanted), cpu_seconds, WALL_SECONDS)
+        try:
+            # Twice: the kernel's out-of-memory killer takes any process, and a client should not get an error for
+            # another program's memory.
+            answer = self._helper.ask_twice(msgspec.msgpack.encode(wanted), cpu_seconds, WALL_SECONDS)
+        except HelperDied as died:
+            raise _refusal(died, cpu_seconds) from None
         checked = msgspec.msgpack.decode(answer, type=_Checked)
         if checked.reason:
             raise GrammarRefused(checked.reason)
         return checked.num_bytes
 
-    def _check_again(self, wanted: StructuredOutputs, cpu_seconds: float) -> int:
-        """Retry once after the helper was killed from outside, which need not be the grammar's fault."""
-        try:
-            return self._check(wanted, cpu_seconds)
-        except HelperDied as died:
-            raise _refusal(died, cpu_seconds) from None
+    def close(self) -> None:
+        self._helper.close()
 
 
 def _refusal(died: HelperDied, cpu_seconds: float) -> GrammarRefused:
