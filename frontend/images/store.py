@@ -7,7 +7,9 @@ import tempfile
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from quire.frontend.images.refused import Refused
 from quire.frontend.images.source import StoredItem
@@ -35,7 +37,7 @@ class ItemStore:
         self._stored: weakref.WeakValueDictionary[bytes, StoredItem] = weakref.WeakValueDictionary()
         self._by_content: weakref.WeakValueDictionary[bytes, StoredItem] = weakref.WeakValueDictionary()
         self._kept: OrderedDict[bytes, StoredItem] = OrderedDict()
-        self.close = weakref.finalize(self, _remove_folder, self._folder, lock, os.getpid())
+        self.close = weakref.finalize(self, _by_owner, os.getpid(), remove_folder, self._folder, lock)
 
     def new_path(self) -> str:
         """Return a path for a new file. Raises Refused if there is no room."""
@@ -63,7 +65,7 @@ class ItemStore:
         with self._lock:
             found = self._stored.setdefault(made.digest, made)
             if found is made:
-                weakref.finalize(made, _remove_own, made.path, os.getpid())
+                weakref.finalize(made, _by_owner, os.getpid(), Path(made.path).unlink, True)
             else:
                 Path(made.path).unlink(missing_ok=True)
             if content:
@@ -81,14 +83,9 @@ class ItemStore:
         return sum(each.num_bytes for each in self._stored.values())
 
 
-def _remove_own(path: str, owner: int) -> None:
+def _by_owner(owner: int, remove: Callable[..., None], *args: Any) -> None:
     if os.getpid() == owner:  # not in a process that a user's program forked
-        Path(path).unlink(missing_ok=True)
-
-
-def _remove_folder(folder: Path, lock: int, owner: int) -> None:
-    if os.getpid() == owner:
-        remove_folder(folder, lock)
+        remove(*args)
 
 
 def _place(max_bytes: int) -> Path:

@@ -12,6 +12,9 @@ from quire.protocol.wire.link_messages import Message
 
 ITEM_DIGEST_BYTES = 32
 """Length of a digest: SHA-256."""
+MAX_PATH = 4096
+MAX_RANGES = 4096
+"""Most ranges of an item: an image is at most some hundreds of tiles, between which a template has tokens."""
 
 
 class InputItem(msgspec.Struct, array_like=True, frozen=True):
@@ -52,6 +55,23 @@ class InputItem(msgspec.Struct, array_like=True, frozen=True):
         """Identity of its rows. It has their number, so that an item with the digest of another one cannot be given
         rows of another size."""
         return self.digest + self.num_rows.to_bytes(4, "little")
+
+    def problem(self, begin: int, end: int) -> str:
+        """Return what is wrong with it if its positions must be from ``begin`` up to ``end``, or an empty string."""
+        if len(self.digest) != ITEM_DIGEST_BYTES:
+            return f"the digest of an item must have {ITEM_DIGEST_BYTES} bytes (got {len(self.digest)})"
+        if len(self.path) > MAX_PATH:
+            return f"the path of an item must have at most {MAX_PATH} characters (got {len(self.path)})"
+        if not 1 <= len(self.ranges) <= MAX_RANGES:
+            return f"an item must have from 1 to {MAX_RANGES} ranges of positions (got {len(self.ranges)})"
+        if self.grid and (len(self.grid) != 3 or min(self.grid) < 1):
+            return f"the grid of an item must have 3 numbers of at least 1, or none (got {self.grid[:4]})"
+        for first, count in self.ranges:
+            if first < begin or count < 1 or first + count > end:
+                places = f"from {begin} to {end - 1} (got {count} from {first} on)"
+                return f"positions of items must be in ascending order, and of the prompt: {places}"
+            begin = first + count
+        return ""
 
 
 def features_of(items: Iterable[InputItem]) -> list[InputFeature]:

@@ -12,7 +12,6 @@ from quire.protocol.process.log import event_logger
 from quire.protocol.wire.item_messages import Encode, Encoded, InputItem
 from quire.worker_proc.batch.input_batch import StepRefused
 from quire.worker_proc.images.rows import RowItems, brief
-from quire.worker_proc.images.tower import BadTensors
 from quire.worker_proc.models.model import Model
 from quire.worker_proc.side_work import SideThread
 
@@ -20,6 +19,10 @@ log = event_logger("worker")
 
 NICENESS = 10
 """Of the thread on a CPU, and of those that compute for it: steps come first."""
+
+
+class BadTensors(Exception):
+    """An item's tensors are not those that its prompt needs: half a sentence whose subject is the item."""
 
 
 class ItemEncoder:
@@ -121,4 +124,4 @@ def _problem(error: Exception) -> str:
         case SafetensorError() | OSError():
             return "the item's tensors cannot be read"
         case _:
-            return f"the item cannot be encoded ({type(error).__name__})"
+            return f"the item does not fit the model ({type(error).__name__})"

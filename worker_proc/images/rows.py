@@ -65,13 +65,9 @@ class RowItems:
             raise StepRefused(f"{where} has items, and this engine takes none")
         end = 0
         for item in new.items:
-            for begin, count in item.ranges:
-                if begin < end or count < 1:
-                    raise StepRefused(f"{where}: ranges of items must ascend (got {begin}, {count} after {end})")
-                end = begin + count
-            if not item.ranges or end > new.num_prompt_tokens:
-                name = brief(item)
-                raise StepRefused(f"{where}: item {name} ends at {end} of {new.num_prompt_tokens} prompt tokens")
+            if problem := item.problem(end, new.num_prompt_tokens):
+                raise StepRefused(f"{where}: {problem}")
+            end = item.end
             if item.grid and self._in_space:
                 try:
                     merged_grid(item)

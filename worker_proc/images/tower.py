@@ -11,10 +11,6 @@ import torch
 from quire.protocol.model.vision_config import VisionConfig
 
 
-class BadTensors(Exception):
-    """The tensors of an image do not fit the tower: half a sentence whose subject is the image."""
-
-
 @dataclass(frozen=True)
 class VisionTower:
     """The tower and its projection to the language model's width.
@@ -45,7 +41,7 @@ class VisionTower:
             embeddings, and those that are added behind each of the first layers.
 
         Raises:
-            BadTensors: the tower does not take the tensors.
+            Exception: of any kind, if the tower does not take the tensors.
         """
         base = self.model.base_model
         device = next(self.model.parameters()).device
@@ -53,15 +49,10 @@ class VisionTower:
         for name in self._parameters:
             if (tensor := tensors.get(name)) is not None:
                 given[name] = tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
-        try:
-            found = base.get_image_features(**given, return_dict=True)
-            deep = [torch.cat(tuple(rows)) for rows in getattr(found, "deepstack_features", None) or ()]
-            rows = [self._flat(found.pooler_output), *deep[: self.vision.num_deepstack]]
-            return torch.stack([each.to(self.dtype) for each in rows])
-        except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise BadTensors(f"does not fit {self.vision.architecture}: {type(error).__name__}") from error
+        found = base.get_image_features(**given, return_dict=True)
+        deep = [torch.cat(tuple(rows)) for rows in getattr(found, "deepstack_features", None) or ()]
+        rows = [self._flat(found.pooler_output), *deep[: self.vision.num_deepstack]]
+        return torch.stack([each.to(self.dtype) for each in rows])
 
     def _flat(self, rows: Any) -> torch.Tensor:
         parts = rows if isinstance(rows, list | tuple) else [rows]

@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 
 from quire.protocol.config import EngineConfig
-from quire.protocol.wire.item_messages import ITEM_DIGEST_BYTES, InputItem
+from quire.protocol.wire.item_messages import InputItem
 from quire.scheduler_proc.messages.arrivals import Refusal
 
 PARAMS = {"image": "messages", "rows": "prompt_embeds"}
 """By kind of item, the field by which clients give it."""
-MAX_PATH = 4096
-MAX_RANGES = 4096
-"""Most ranges of an item: an image is at most some hundreds of tiles, between which a template has tokens."""
 
 
 def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: EngineConfig, pool_tokens: int) -> None:
@@ -26,28 +23,10 @@ def check_items(items: Sequence[InputItem], num_prompt_tokens: int, config: Engi
         if item.kind not in kinds:
             why = f"this engine takes {', '.join(kinds) or 'text only'} (got an item of the kind {item.kind[:20]!r})"
             raise Refusal("unsupported", param, why)
-        if text := _invalid(item, end, num_prompt_tokens):
+        if text := item.problem(end, num_prompt_tokens):
             raise Refusal("invalid_value", param, text)
         end = item.end
         _check_size(item, param, config, pool_tokens)
-
-
-def _invalid(item: InputItem, begin: int, end: int) -> str:
-    """Return what is wrong with an item whose positions must be from ``begin`` up to ``end``, or an empty string."""
-    if len(item.digest) != ITEM_DIGEST_BYTES:
-        return f"the digest of an item must have {ITEM_DIGEST_BYTES} bytes (got {len(item.digest)})"
-    if len(item.path) > MAX_PATH:
-        return f"the path of an item must have at most {MAX_PATH} characters (got {len(item.path)})"
-    if not 1 <= len(item.ranges) <= MAX_RANGES:
-        return f"an item must have from 1 to {MAX_RANGES} ranges of positions (got {len(item.ranges)})"
-    if item.grid and (len(item.grid) != 3 or min(item.grid) < 1):
-        return f"the grid of an item must have 3 numbers of at least 1, or none (got {item.grid[:4]})"
-    for first, count in item.ranges:
-        if first < begin or count < 1 or first + count > end:
-            places = f"from {begin} to {end - 1} (got {count} from {first} on)"
-            return f"positions of items must be in ascending order, and of the prompt: {places}"
-        begin = first + count
-    return ""
 
 
 def _check_size(item: InputItem, param: str, config: EngineConfig, pool_tokens: int) -> None:

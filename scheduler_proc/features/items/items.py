@@ -281,8 +281,6 @@ class Items(Feature):
         return False
 
     def statistics(self, found: Statistics, *, is_listing: bool) -> Statistics:
-        if not self.is_enabled:
-            return found
         return msgspec.structs.replace(
             found,
             encoder_cache_tokens=self.cache.capacity,

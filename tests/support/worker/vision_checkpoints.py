@@ -229,7 +229,9 @@ class Prompt:
                 ranges.append((len(self.ids), count))
                 self.ids += [IMAGE] * count + ([7] if part.tiles else [])
                 left -= count
-            self.items.append(InputItem(bytes([self.first + len(self.items)]), ranges, "", "image", part.grid))
+            self.items.append(
+                InputItem(bytes([self.first + len(self.items)]).ljust(32, b"\0"), ranges, "", "image", part.grid)
+            )
 
     @property
     def pictures(self) -> list[Picture]:

@@ -38,8 +38,8 @@ def test_failed_encodings_are_answered_and_the_next_one_works(qwen: tuple[Path, 
     cases: list[tuple[Path, str, int, str]] = [
         (files["absent"], "image", 4, "the item's tensors cannot be read"),
         (files["text"], "image", 4, "the item's tensors cannot be read"),
-        (files["empty"], "image", 4, "the item does not fit Qwen3VLForConditionalGeneration"),
-        (files["patches"], "image", 50, "the item does not fit Qwen3VLForConditionalGeneration"),
+        (files["empty"], "image", 4, "the item does not fit the model"),
+        (files["patches"], "image", 50, "the item does not fit the model"),
         (whole, "image", picture.rows + 1, f"the item has {picture.rows} rows, and its prompt has {picture.rows + 1}"),
         (files["rows"], "rows", 5, f"the item must have the shape [5, {HIDDEN}] (got [5, {HIDDEN + 1}])"),
         (whole, "rows", 5, f"the item must have the shape [5, {HIDDEN}] (got absent)"),
@@ -62,11 +62,14 @@ def test_failed_encodings_are_answered_and_the_next_one_works(qwen: tuple[Path, 
 
 
 REFUSED: list[tuple[str, Callable[[InputItem], list[InputItem]], str]] = [
-    ("absent", lambda item: [msgspec.structs.replace(item, digest=b"x")], "needs the rows of item 78"),
-    ("shorter", lambda item: [InputItem(b"\1", [(2, 1)], "")], "needs the rows of item 0101000000, which are absent"),
-    ("overlap", lambda item: [item, item], "ranges of items must ascend"),
-    ("empty", lambda item: [InputItem(b"\1", [(2, 0)], "")], "ranges of items must ascend"),
-    ("outside", lambda item: [InputItem(b"\1", [(2, 500)], "")], "ends at 502 of"),
+    ("absent", lambda item: [msgspec.structs.replace(item, digest=b"x" * 32)], "needs the rows of item 78"),
+    (
+        "shorter",
+        lambda item: [msgspec.structs.replace(item, ranges=[(2, 1)], grid=())],
+        "rows of item 0100000000000000",
+    ),
+    ("overlap", lambda item: [item, item], "must be in ascending order"),
+    ("outside", lambda item: [msgspec.structs.replace(item, ranges=[(2, 500)])], "(got 500 from 2 on)"),
     ("grid", lambda item: [msgspec.structs.replace(item, grid=(1, 2, 6))], "cannot have the grid (1, 2, 6)"),
 ]
 

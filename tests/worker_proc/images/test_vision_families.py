@@ -92,7 +92,7 @@ def test_given_rows_are_like_their_tokens(family: str, checkpoint_factory: Facto
     engine = ItemRunner(folder)
     wanted = engine.generate([Prompt([ids])], TOKENS)
     save_file({"rows": rows}, tmp_path / "rows.safetensors")
-    item = InputItem(b"1", [(0, len(ids))], "", "rows")
+    item = InputItem(bytes(32), [(0, len(ids))], "", "rows")
     assert not engine.encode(tmp_path / "rows.safetensors", item).problem
     given = Prompt([[0] * len(ids)])
     given.items.append(item)

@@ -330,7 +330,7 @@ def test_rotary_positions_behind_an_image() -> None:
     vision = VisionConfig("", 7, mrope_section=(4, 2, 2), mrope_interleaved=True, num_deepstack=1)
     both = Both({0: [60]}, {}, shape=msgspec.structs.replace(MODEL, vision=vision))
     rows = torch.randn(2, 6, MODEL.hidden_size, generator=torch.Generator().manual_seed(1))
-    image = InputItem(b"1", [(2, 6)], "", grid=(1, 4, 6))
+    image = InputItem(bytes(32), [(2, 6)], "", grid=(1, 4, 6))
     for runner in (both.host, both.device):
         runner.items.rows[image.key] = rows
     fields = adding((0, [5, 9, 7, 7, 7, 7, 7, 7, 3], [1, 2, 3, 4, 5]), (1, [8, 8], [6, 7, 8]))
@@ -347,7 +347,7 @@ def test_rotary_positions_behind_an_image() -> None:
 
 
 def test_image_that_attends_in_both_directions() -> None:
-    item = InputItem(b"1", [(2, 6)], "")
+    item = InputItem(bytes(32), [(2, 6)], "")
     vision = VisionConfig("", 7, is_causal=False)
     both = Both(shape=msgspec.structs.replace(MODEL, vision=vision))
     rows = torch.randn(1, 6, MODEL.hidden_size, generator=torch.Generator().manual_seed(1))
