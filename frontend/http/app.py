@@ -102,6 +102,8 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     match error.status_code:
         case 404:
             hint = ": the server needs --enable-lora and --admin-api-key" if path in adapters.PATHS else ""
+            for meant in {row.path for row in ROUTES} & {f"/v1{path}", path.removeprefix("/v1")}:
+                hint = f": the route is {meant} (check the base URL of the client)"
             return ApiError(404, f"{shorten(path)} not found{hint}", None, "not_found").response(path)
         case 405:
             text = f"method {shorten(request.method)} not allowed for this path"

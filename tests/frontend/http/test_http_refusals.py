@@ -173,6 +173,12 @@ class TestRoutes:
         refused(client.get("/v1/models/other"), 404, "model", "'other' does not exist")
         refused(client.get("/v1/models/..%2f..%2fetc"), 404, "model", "does not exist")
 
+    def test_a_base_url_with_too_much_or_too_little_is_named(self, client: Any) -> None:
+        for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/responses", "/v1/responses")):
+            refused(client.post(path, {}), 404, None, f"{path!r} not found: the route is {meant} (check the base URL")
+        refused(client.get("/v1/other"), 404, None, "'/v1/other' not found")
+        assert "the route is /api/chat" in client.post("/v1/api/chat", {}).text
+
     def test_web_sockets_are_closed(self, app: Starlette, finish: Any) -> None:
         sent: list[Any] = []
 
