@@ -13,6 +13,7 @@ import msgspec
 
 from quire.frontend.images.refused import Refused
 from quire.frontend.images.source import StoredItem, decode_base64
+from quire.protocol.process.cache_folder import set_compiler_folder
 from quire.protocol.process.helper import Answer, Helper, HelperDied, serve
 from quire.version import install_command
 
@@ -85,6 +86,7 @@ class ImageHelper:
 
 def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "critical"}
+    set_compiler_folder()
     warnings.simplefilter("ignore")  # about files of clients
     serve(_make, MAX_BYTES)
 

@@ -1,6 +1,7 @@
 """Folders in this user's cache, for what a later start need not compute again."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -26,3 +27,12 @@ def private_folder(name: str) -> Path:
     if (info := folder.stat()).st_uid != os.getuid() or info.st_mode & 0o077:
         raise PermissionError(0, "others may use the folder", str(folder))
     return folder
+
+
+def set_compiler_folder() -> None:
+    """Give torch's compiler a cache folder. Call this before transformers is imported, which imports the compiler.
+
+    The compiler then makes its folder, by default with a known name in the folder for temporary files, where it stays.
+    """
+    with suppress(RuntimeError, OSError):  # no home folder, or one that cannot be written: then by default
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder("inductor")))

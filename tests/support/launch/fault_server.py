@@ -57,12 +57,14 @@ class FaultServer:
         self._shared: set[Path] = set()
         self.log: list[Line] = []
         command = [sys.executable, "-P", "-m", "quire.launch.cli", "serve", "--port", "0", *flags]
+        environment = os.environ | {"TMPDIR": str(self.directory)}
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it in the tests' process
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(self.directory)},
+            env=environment,
             start_new_session=True,
         )
         assert self.process.stderr is not None

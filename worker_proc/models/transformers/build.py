@@ -7,27 +7,15 @@ import json
 import os
 import re
 from collections.abc import Set
-from contextlib import suppress
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 
-from quire.protocol.process.cache_folder import private_folder
+from quire.protocol.process.cache_folder import set_compiler_folder
 
-
-def set_variables() -> None:
-    """Set what is read when transformers is imported, with torch's compiler.
-
-    Nothing here needs the network; and the compiler makes its folder at once, by default with a known name in the
-    folder for temporary files, where it stays.
-    """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with suppress(RuntimeError, OSError):  # no home folder, or one that cannot be written: then by default
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder("inductor")))
-
-
-set_variables()
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported; nothing here needs the network
+set_compiler_folder()
 
 
 class Unservable(Exception):

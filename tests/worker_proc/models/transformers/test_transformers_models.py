@@ -4,7 +4,6 @@ One file, because importing transformers takes seconds in each process of a test
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from tiny_models import make_tiny, tiny_config
 
 from quire.protocol.errors import ConfigError
 from quire.protocol.model.measured_config import MeasuredConfig, Refused
-from quire.worker_proc.models.transformers import build
 from quire.worker_proc.models.transformers import measure as measuring
 
 pytestmark = pytest.mark.full
@@ -147,13 +145,6 @@ def test_counts_of_experts_are_no_positions() -> None:
 def test_settings_that_transformers_cannot_read_are_refused(settings: dict[str, Any], reason: str) -> None:
     found = msgspec.msgpack.decode(measuring.answer(json.dumps(settings).encode()), type=MeasuredConfig | Refused)
     assert isinstance(found, Refused) and reason in found.reason
-
-
-def test_a_cache_folder_that_cannot_be_written_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nope")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    build.set_variables()
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_code_that_reads_values_is_measured_without_memory_for_weights() -> None:
