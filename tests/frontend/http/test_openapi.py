@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from pooled_vectors import BOTH, CLASSIFIER
 from starlette.routing import Route
@@ -19,6 +20,15 @@ from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.text.pooling.capabilities import Capabilities
 from quire.protocol.model.pooling_config import PoolingConfig
 
+ANSWERED: dict[str, Any] = dict.fromkeys(("input", "prompt", "query", "text_1", "text_2"), "hello") | {
+    "model": "tiny",
+    "max_tokens": 5,
+    "documents": ["hello"],
+    "tokens": [5],
+    "messages": [{"role": "user", "content": "hello"}],
+    "questions": [{"type": "predicate", "instructions": "It is a greeting."}],
+}
+"""Fields with which all routes answer."""
 LENIENT = "/api/show"
 """It ignores all other fields."""
 PATHS_OF_BODIES = [re.sub(r":\w+}", "}", row.path) for row in ROUTES + ADAPTER_ROUTES if row.body]
@@ -33,8 +43,8 @@ def serve(engine: Any, text_in: Any, client: Any) -> Any:
     """Return a client of a server with all routes, which refuses unknown fields."""
 
     def serve(pooling: PoolingConfig = BOTH, **given: Any) -> Any:
-        given |= {"admin_api_keys": ("admin",), "adapters": object()}
-        given |= {"capabilities": Capabilities(True, pooling), "unknown_fields": "refuse"}
+        given = {"admin_api_keys": ("admin",), "adapters": object()} | given
+        given = {"capabilities": Capabilities(True, pooling), "unknown_fields": "refuse"} | given
         return type(client)(make_app(engine, ServerSettings(text_in=text_in, served_model_names=("tiny",), **given)))
 
     return serve
@@ -86,28 +96,40 @@ def test_a_body_may_have_the_fields_that_are_described_and_no_others(serve: Any,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [re.sub(r":\w+}", "}", row.path) for row in ROUTES])
-def test_generated_requests_get_described_responses(client: Any, engine: Any, path: str) -> None:
-    """Schemathesis sends valid bodies and invalid ones: none is a server error, and each answer is as described."""
+@pytest.mark.parametrize("path", [re.sub(r":\w+}", "}", row.path) for row in ROUTES + ADMIN_ROUTES])
+def test_generated_requests_get_described_responses(serve: Any, engine: Any, path: str) -> None:
+    """Schemathesis sends valid bodies and invalid ones, and bodies that would be answered with one field of them.
+
+    None is a server error, and each answer is as described.
+    """
     import schemathesis
     from schemathesis import checks
     from schemathesis.specs.openapi import checks as of_openapi
 
     engine.max_model_len = 4000
-    schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+    client = serve(CLASSIFIER if "classify" in path else BOTH, unknown_fields="ignore", adapters=None)
+    described = client.get("/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(described)
     expected = [checks.not_a_server_error, of_openapi.status_code_conformance]
     expected += [of_openapi.content_type_conformance, of_openapi.response_schema_conformance]
+    known = fields(described, path) if path in [*PATHS_OF_BODIES, LENIENT] else set()
+    besides = {"messages"} if known & {"input", "prompt"} else set()
+    besides |= {"prompt"} if "responses" in path else set()
+    answered = {name: value for name, value in ANSWERED.items() if name in known - besides}
     for method, mode in itertools.product(schema[path], schemathesis.GenerationMode):
 
-        @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-        @given(case=schema[path][method].as_strategy(mode))
-        def sent(case: Any) -> None:
+        @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(case=schema[path][method].as_strategy(mode), data=st.data())
+        def sent(case: Any, data: Any) -> None:
             given = case.as_transport_kwargs(base_url="http://test")
             body = {"content": given["data"]} if given.get("data") else {"json": given.get("json")}
-            query, headers = given.get("params"), dict(given["headers"])
-            case.validate_response(
-                client.request(given["method"], given["url"], params=query, headers=headers, **body), checks=expected
-            )
+            names = sorted(known.intersection(case.body)) if isinstance(case.body, dict) else []
+            if names and data.draw(st.booleans()):
+                name = data.draw(st.sampled_from(names))
+                body = {"json": answered | {name: case.body[name]}}
+            query, headers = given.get("params"), {**given["headers"], "authorization": "Bearer admin"}
+            answer = client.request(given["method"], given["url"], params=query, headers=headers, **body)
+            case.validate_response(answer, checks=expected)
 
         try:
             sent()
