@@ -138,15 +138,12 @@ class Asking:
                 key = items_of(request).items[index].key
                 needed[key] = min(needed.get(key, last), place)
         found = [key for key, rows in cache.rows.items() if cache.may_drop(rows) and needed.get(key, last) >= rank]
-        taken: list[bytes] = []
+        if sum(cache.rows[key].item.num_rows for key in found) < missing:
+            return False
         for key in sorted(found, key=lambda key: -needed.get(key, last)):
             if missing <= 0:
                 break
-            taken.append(key)
             missing -= cache.rows[key].item.num_rows
-        if missing > 0:
-            return False
-        for key in taken:
             cache.drop(key)
-        self.num_evicted += len(taken)
+            self.num_evicted += 1
         return True
