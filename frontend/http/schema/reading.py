@@ -35,7 +35,11 @@ def read(
     """
     given = members(kind, raw, where, besides, ignored=ignored)
     try:
-        return msgspec.convert(given, kind)
+        try:
+            return msgspec.convert(given, kind)
+        except UnicodeEncodeError:  # msgspec cannot write its error about a lone surrogate
+            plain = {name: ascii(value) if isinstance(value, str) else value for name, value in given.items()}
+            return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
         # "Expected `int`, got `str` - at `$.seed`". The name is a known field: ``members`` has refused all others.
         name = re.findall(r"missing required field `(\w+)`|at `\$\.(\w+)", str(error))[0]

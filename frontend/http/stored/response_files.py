@@ -48,27 +48,32 @@ class ResponseFiles:
         """Write a response. Return its file, for ``append``.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is no room, and no file.
         """
         file = (self._path(response_id, type(response)) or Path(os.devnull)).open("wb", buffering=0)
-        append(file, msgspec.msgpack.encode(response))
+        try:
+            _write(file, msgspec.msgpack.encode(response))
+        except OSError:  # a part of it would take the room of others until the server ends
+            file.close()
+            self.delete(response_id, type(response))
+            raise
         return file
 
     def read(self, kind: type[R], tenant: int, response_id: str) -> R | None:
         """Return a response that has ended (StoredResponse), or one that has not (BegunResponse)."""
         path = self._path(response_id, kind)
-        parts = [] if path is None else _parts(path)
-        found = msgspec.msgpack.decode(parts[0], type=kind) if parts else None
-        return found if found is not None and found.tenant == tenant else None
+        found = None if path is None else _read(path, kind)
+        return found[0] if found is not None and found[0].tenant == tenant else None
 
     def own(self, kind: type[R]) -> Iterator[tuple[Path, R, list[bytes]]]:
         """Yield what this front end's predecessor has left, the oldest first: files, responses, what was appended."""
         paths = [] if self._folder is None else list(self._folder.glob(f"resp_*{SUFFIXES[kind]}"))
         own = [path for path in paths if path.suffix == SUFFIXES[kind] and front_end_of(path.stem) == self._index]
         for path in sorted(own, key=lambda path: path.stat().st_mtime_ns):
-            if parts := _parts(path):
+            if (found := _read(path, kind)) is not None:
+                response, parts = found
                 os.truncate(path, sum(SIZE_BYTES + len(part) for part in parts))  # more may be appended
-                yield path, msgspec.msgpack.decode(parts[0], type=kind), parts[1:]
+                yield path, response, parts[1:]
 
     def delete(self, response_id: str, kind: Kind = StoredResponse) -> None:
         if (path := self._path(response_id, kind)) is not None:
@@ -82,10 +87,31 @@ class ResponseFiles:
 
 
 def append(file: BinaryIO, data: bytes) -> None:
-    """Append a part. Raises OSError if there is no room."""
+    """Append a part. Without room, the file ends before it: what follows is lost with this front end."""
+    if file.closed:
+        return
+    try:
+        _write(file, data)
+    except OSError as error:
+        file.close()
+        name, text = Path(file.name).stem, "the rest of a background response is computed again if its front end dies"
+        log.warning(text, id=name, error=error.strerror)
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
     part = len(data).to_bytes(SIZE_BYTES) + data
     if file.write(part) < len(part):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _read(path: Path, kind: type[R]) -> tuple[R, list[bytes]] | None:
+    """Return the response and all parts of a file. None: it has gone, or another process has damaged it."""
+    try:
+        parts = _parts(path)
+        return (msgspec.msgpack.decode(parts[0], type=kind), parts) if parts else None
+    except (msgspec.MsgspecError, ValueError):
+        log.warning("a stored response is damaged, and lost", id=path.stem)
+        return None
 
 
 def _parts(path: Path) -> list[bytes]:

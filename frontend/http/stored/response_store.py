@@ -123,4 +123,5 @@ class OwnResponses:
 
     def delete(self, response_id: str) -> None:
         if not self.store.delete(self.tenant, response_id, self.connection):
-            self.store.files.delete(response_id)  # it was of a front end that has died
+            for kind in (StoredResponse, BegunResponse):  # its front end has died, perhaps between the two
+                self.store.files.delete(response_id, kind)

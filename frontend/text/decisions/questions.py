@@ -118,6 +118,8 @@ def read_questions(given: Any) -> list[Question]:
     """Return the questions of a request; raise InvalidRequest, with the path of the field, if one is malformed."""
     try:
         return list(msgspec.convert(given, Questions))
+    except UnicodeEncodeError:  # msgspec cannot write the error about a lone surrogate
+        raise InvalidRequest("questions must have types and fields of valid Unicode text", "questions") from None
     except msgspec.ValidationError as error:  # "Expected `str`, got `int` - at `$[0].name`"
         what, _, path = str(error).partition(" - at `$")
         types = ", must be predicate, choice or score" if what.startswith("Invalid value") else ""

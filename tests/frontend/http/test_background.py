@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import resource
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from quire.frontend.http.serving.peers import Peers
 from quire.frontend.http.serving.server import ServerSettings
 from quire.frontend.http.stored import running_responses
 from quire.frontend.http.stored.response_files import ResponseFiles
+from quire.frontend.http.stored.stored_response import StoredResponse
 
 REPLY = "one two three four five"
 HANGS = 3
@@ -258,5 +261,53 @@ def test_limits(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]],
         whole = front.client.post("/v1/responses", json={"input": "x", "background": True, "stream": True})
         assert "[DONE]" not in (await whole).text  # its events exceed the memory: they are no longer kept
         assert text_of(await front.ended(engine.added[-1].request_id.removesuffix("-0"))) == REPLY
+
+    finish(test())
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """As on a full disk: a write is cut off there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_without_room_for_files(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]], None]) -> None:
+    async def test() -> None:
+        front = front_end()
+        begun = front.folder / f"{(await killed(front, engine))[0]}.begun"
+        with largest_file(begun.stat().st_size - 1):  # room for the request, and less for its answer than that one had
+            assert "no room" in await refused(front, 503, metadata={"a": "x" * 2000})
+            assert text_of((await front.begin(stream=True))[-1]["response"]) == REPLY
+        assert list(front.folder.iterdir()) == [begun]
+
+    finish(test())
+
+
+def test_damaged_files(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]], None]) -> None:
+    async def test() -> None:
+        front = front_end()
+        ids = [(await front.begin(stream=True))[-1]["response"]["id"], (await killed(front, engine))[0]]
+        for path in front.folder.iterdir():
+            path.write_bytes((4).to_bytes(4) + b"\xc0" * 99)
+        for front in (front_end(index=1), front_end()):
+            await front.app.state.continue_responses()
+            assert [(await front.get(each, status=404))["error"]["code"] for each in ids] == ["not_found"] * 2
+
+    finish(test())
+
+
+def test_deleted_for_a_dead_front_end(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]], None]) -> None:
+    async def test() -> None:
+        front = front_end()
+        response_id, _ = await killed(front, engine)  # as it stored the response
+        ResponseFiles(front.folder).write(response_id, StoredResponse(1, b"{}", (), 0, 0))
+        other = front_end(index=1).client
+        assert [(await other.delete(f"/v1/responses/{response_id}")).status_code for _ in range(2)] == [200, 404]
+        assert not list(front.folder.iterdir())
 
     finish(test())

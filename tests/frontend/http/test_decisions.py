@@ -8,6 +8,7 @@ import pytest
 from fake_engine import FakeEngine, given_logprob
 from starlette.applications import Starlette
 
+from quire.frontend.text.decisions.questions import read_questions
 from quire.frontend.text.text_in import TextIn
 from quire.protocol.errors import InvalidRequest
 from quire.protocol.wire.front_end_messages import EndReason
@@ -124,6 +125,11 @@ def test_refusals(client: Any, engine: FakeEngine, fields: dict[str, Any], says:
     assert response.status_code in (400, 404) and says in error["message"], error
     assert param is None or error["param"] == param
     assert not engine.added
+
+
+def test_a_name_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="of valid Unicode text"):
+        read_questions([PREDICATE | {"\ud800": 5}])
 
 
 def test_unknown_fields_are_named(client: Any) -> None:

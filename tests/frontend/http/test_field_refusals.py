@@ -243,6 +243,7 @@ CHAT = [
     ("web_search_options", {"x": 1}, "web_search_options is not supported: search in the client"),
     ("structural_tag", {"type": "object"}, "structural_tag is not supported: use structured_outputs"),
     ("reasoning_effort", "maximal", "reasoning_effort must be one of none, minimal, low, medium, high, xhigh, max"),
+    ("reasoning_effort", "\ud800", "reasoning_effort must be one of none, minimal, low, medium, high, xhigh, max"),
     ("metadata", [], "metadata must be an object"),
     ("store", "x", "store must be true or false"),
     *[("modalities", value, "this server writes text only") for value in ("text", ["text", "audio"], 7)],
