@@ -40,7 +40,10 @@ class ResponseStore:
             self._keep(path.stem, response)
 
     def add(self, response_id: str, response: StoredResponse) -> None:
-        """Store a response, unless it alone exceeds the limit; without its events if it exceeds it with them."""
+        """Store a response. One that alone exceeds the limit is stored without its images, which are then read again,
+        or also without its events, or not at all."""
+        if response.num_bytes > self._max_bytes:
+            response = msgspec.structs.replace(response, images=())
         if response.num_bytes > self._max_bytes:
             response = msgspec.structs.replace(response, events=None)
         if response.num_bytes > self._max_bytes:

@@ -2,6 +2,7 @@
 
 from quire.frontend.http.stored.response_store import ResponseStore
 from quire.frontend.http.stored.stored_response import StoredResponse
+from quire.frontend.images.source import StoredItem
 
 
 def test_memory_is_bounded_and_shared_among_tenants() -> None:
@@ -22,3 +23,12 @@ def test_memory_is_bounded_and_shared_among_tenants() -> None:
         assert store.delete(tenant, name)
         assert not store.delete(tenant, name)
     assert store.num_bytes == 0
+
+
+def test_images_and_then_events_that_alone_exceed_the_memory_are_left_out() -> None:
+    store, images = ResponseStore(10_000), (StoredItem(digest=b"", path="", num_rows=0, num_bytes=10_000),)
+    for name, events in (("some", (b"event",)), ("long", (b"event" * 2000,))):
+        store.add(name, StoredResponse(1, b"x", (b"item",), 0, 0, images=images, events=events))
+    some, long = store.get(1, "some"), store.get(1, "long")
+    assert some is not None and (some.images, some.events) == ((), (b"event",))
+    assert long is not None and (long.images, long.events) == ((), None)
