@@ -23,6 +23,8 @@ from quire.protocol.process.log import event_logger
 MAX_WAITING = 1024
 """Images that wait or are read at a time; requests with more are refused until some are done."""
 NUM_FETCHES = 16
+MAX_HEAD_CHARS = 1024
+"""Of a data URL: what is before its content."""
 _DATA_URL = re.compile(r"data:image/[\w.+-]+(;[\w.+-]+=[\w.+-]+)*;base64,", re.IGNORECASE | re.ASCII)
 
 log = event_logger("images")
@@ -124,7 +126,8 @@ class ImageReader:
         """Return a data URL, which helpers decode: if this process did, its streams would wait for it. Of another URL,
         return the file."""
         if url[:5].lower() == "data:":
-            if (found := _DATA_URL.match(url)) is None:
+            # Only a short head: to look through megabytes would hold the interpreter's lock for seconds.
+            if (found := _DATA_URL.match(url, 0, MAX_HEAD_CHARS)) is None:
                 raise Refused("must be a data URL of the form data:image/TYPE;base64,...")
             check_base64(len(url) - found.end(), self._options.max_image_bytes)
             return url.encode()

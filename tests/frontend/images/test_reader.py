@@ -118,6 +118,7 @@ BAD = {
     "bytes": (source(bytes(20_010)), r"must have at most 20000 bytes \(got about 20010\)"),
     "no base64": (source(url="data:image/png;base64,%%"), "must have standard base64 with padding"),
     "not base64": (source(url="data:image/png,abc"), "must be a data URL of the form data:image/TYPE;base64,..."),
+    "long head": (source(url=f"data:image/png{';a=b' * 500};base64,AAAA"), "must be a data URL of the form"),
     "another type": (source(url="data:text/html;base64,AAAA"), "must be a data URL of the form"),
     "http": (source(url="http://x/"), r"must be a data: URL, because the server fetches no images \(--allowed"),
     "path": (source(url="/etc/passwd"), "must be a data: URL"),
