@@ -6,7 +6,8 @@ The last two digits of each are the number of that front end, so that the others
 import re
 import uuid
 
-_HELD = re.compile(r"[!-~]*[0-9a-f]{14}([0-9a-f]{2})")
+# At most 255 characters, since a text of a request body may be as long as the body.
+_HELD = re.compile(r"[!-~]{0,239}[0-9a-f]{14}([0-9a-f]{2})")
 
 
 def new_id(prefix: str, index: int, given: str = "") -> str:
