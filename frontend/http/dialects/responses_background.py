@@ -47,7 +47,7 @@ async def begin(server: Server, request: Request, parsed: ResponsesRequest, body
         raise InvalidRequest(text, "background", "unsupported")
     encoded = await encode_request(server, parsed, len(body))
     with counted(server):
-        store.running.require_room(state[TENANT])
+        store.running.require_room(state[TENANT], len(body))
         waiting = server.key_queues.enter(state[TENANT], 1)
     state[IGNORED_FIELDS] = parsed.chat.ignored
     headers = [each for each in request.scope["headers"] if each[0] not in SECRETS]
@@ -110,7 +110,8 @@ def _start(
         OSError: there is no room for a file.
     """
     store, (prompt, new_reader) = server.response_store, encoded
-    running = RunningResponse(begun.tenant, store.running, keeps_events=parsed.chat.stream)
+    size, keeps_events = len(begun.request), parsed.chat.stream
+    running = RunningResponse(begun.tenant, size, store.running, keeps_events=keeps_events)
     given = server, parsed, prompt, new_reader(), EventFraming(running.add)
     formatter = ResponsesFormatter(*given, response_id=response_id, created=begun.created)
     formatter.begin("queued")

@@ -28,8 +28,8 @@ class RunningResponse:
         task: computes it.
     """
 
-    def __init__(self, tenant: int, others: "RunningResponses", *, keeps_events: bool) -> None:
-        self.tenant = tenant
+    def __init__(self, tenant: int, request_bytes: int, others: "RunningResponses", *, keeps_events: bool) -> None:
+        self.tenant, self.request_bytes = tenant, request_bytes
         self.body = b""
         self.events: list[bytes] | None = [] if keeps_events else None
         self.ending = b"", b""
@@ -87,13 +87,21 @@ class RunningResponses(dict[str, RunningResponse]):
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    def require_room(self, tenant: int) -> None:
-        """Raise InvalidRequest (rate_limit_exceeded) if no other response of this tenant may begin."""
-        of_tenant = sum(each.tenant == tenant for each in self.values())
-        for count, most in ((of_tenant, MAX_OF_TENANT), (len(self), MAX_RUNNING)):
+    def require_room(self, tenant: int, request_bytes: int) -> None:
+        """Raise InvalidRequest (rate_limit_exceeded) if no other response of this tenant may begin.
+
+        Their requests, which are kept in files, have at most ``max_bytes``, too. A tenant may have as many of these as
+        are left for all others.
+        """
+        own = [each for each in self.values() if each.tenant == tenant]
+        for count, most in ((len(own), MAX_OF_TENANT), (len(self), MAX_RUNNING)):
             if count >= most:
                 text = f"{count} background responses run, and at most {most} may: wait for one, or cancel it"
                 raise InvalidRequest(text, "background", "rate_limit_exceeded")
+        left = self._max_bytes - sum(each.request_bytes for each in (*self.values(), *own))
+        if request_bytes > left:
+            text = f"background requests may have {max(left, 0)} bytes more (got {request_bytes}): "
+            raise InvalidRequest(text + "wait for one that runs, or cancel it", "background", "rate_limit_exceeded")
 
     def remove(self, response_id: str) -> None:
         self._num_bytes -= sum(map(len, self.pop(response_id).events or ()))

@@ -249,6 +249,10 @@ def test_limits(front_end: Any, engine: Any, finish: Callable[[Awaitable[None]],
         front, engine.hang_after = front_end(max_stored_response_bytes=2000), HANGS
         assert "background needs store" in await refused(front, 400, store=False)
         assert "context length" in await refused(front, 400, input="hello " * 5000)
+        large = {"metadata": {str(i): "x" * 500 for i in range(2)}}
+        begun = await front.begin(**large)
+        assert "background requests may have 0 bytes more (got 1" in await refused(front, 429, **large)
+        await front.cancel(begun["id"])
         monkeypatch.setattr(running_responses, "MAX_OF_TENANT", 1)
         begun = await front.begin()
         assert "1 background responses run, and at most 1 may" in await refused(front, 429)
