@@ -355,7 +355,7 @@ def test_image_that_attends_in_both_directions() -> None:
     fields["new_requests"][0] = msgspec.structs.replace(fields["new_requests"][0], items=[item])
     for runner in (both.host, both.device):
         runner.items.rows[item.key] = rows
-        with pytest.raises(StepRefused, match="handle 0 must compute item 0{16} up to 8"):
+        with pytest.raises(StepRefused, match=r"handle 0 must compute item 0{16} up to 8"):
             runner.execute(SchedulerOutput(1, **fields | {"counts": [(0, 4), (1, 2)]}))
     both.step(**fields | {"counts": [(0, 8), (1, 2)]})
     both.step()
