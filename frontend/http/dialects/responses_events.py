@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.frontend.engine.answers import OutputDelta, PlacedLogprobs
+from quire.frontend.http.dialects.chat_fields import renamed
 from quire.frontend.http.dialects.parts import Dropped, Part, read_parts, whole_parts
 from quire.frontend.http.dialects.responses_body import SEALED_THOUGHTS, ResponsesRequest
 from quire.frontend.http.dialects.responses_items import OpenItem, new_item
@@ -52,7 +53,7 @@ async def encode_request(
     try:
         return await encode_conversation(server, parsed.chat, size, so_far=so_far)
     except InvalidRequest as error:
-        raise InvalidRequest(error.message, "input" if error.param == "messages" else error.param, error.code) from None
+        raise renamed(error, {"messages": "input"}, ()) from None
 
 
 class ResponsesFormatter(ResponseFormatter):
